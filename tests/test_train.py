@@ -129,9 +129,10 @@ def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(
     process.terminate()
     out, _ = process.communicate(timeout=240)
     assert (process.returncode, command.summary("run")["saved"]) == (143, True)
-    assert "stopped by SIGTERM after saving; to continue it:" in out.splitlines()[-2]
+    step = command.summary("run")["step"]
+    start = f"stopped by SIGTERM; step {step} is saved; to continue: "
+    assert out.splitlines()[-1].startswith(start)
     assert out.splitlines()[-1].endswith(" train run_dir=run resume=auto")
-    saved = max(run.glob("checkpoints/*.ckpt"))
     (command.folder / "hang").touch()
     process = command.start("train", "run_dir=run", "resume=auto", **path)
     wait_for((command.folder / "hanging").exists)
@@ -142,8 +143,8 @@ def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(
     assert time.monotonic() - started < 60  # of 600
     summary = command.summary("run")
     assert (summary["status"], summary["saved"]) == ("stopped", False)
-    line = f"stopped by SIGTERM before all ranks saved; resume=auto continues from {saved}"
-    assert out.splitlines()[-1] == line.replace(str(run), "run")
+    line = f"stopped by SIGTERM before all ranks saved; step {step} is saved; to continue: "
+    assert out.splitlines()[-1].startswith(line)
 
 
 def test_a_stop_before_the_first_save_is_reported(command, wait_for):
@@ -159,8 +160,8 @@ def test_a_stop_before_the_first_save_is_reported(command, wait_for):
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
     assert out.count("\nsaving after this step; press Ctrl-C again to stop at once\n") == 1
-    line = "stopped by SIGINT before all ranks saved; resume=auto starts over"
-    assert out.splitlines()[-1] == line
+    line = "stopped by SIGINT before all ranks saved; nothing is saved; to start over: "
+    assert out.splitlines()[-1].startswith(line)
 
 
 @pytest.mark.usefixtures("quick_ranks")

@@ -3,12 +3,13 @@
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
 from lockstep_gpt.catalog import extra_of_command, how_to_add
-from lockstep_gpt.errors import ReportedError, RunError, UserError
+from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import COMMANDS as KIND
@@ -70,10 +71,21 @@ def _run_command(words: list[str]) -> int:
         print(f"{PROGRAM} {name}: {stop} before training began", file=sys.stderr)
         return after_signal(stop.signum)
     except KeyboardInterrupt:
-        return after_signal(signal.SIGINT)
+        return _report_interrupt(name)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return after_signal(signal.SIGPIPE)  # which ends other programs
+    except Exception as error:  # a bug, or a limit of the system
+        traceback.print_exc()
+        print(f"{PROGRAM} {name}: {describe_error(error)}", file=sys.stderr)
+        return 1
+
+
+def _report_interrupt(name: str) -> int:
+    """Print that a Ctrl-C ended a command; return its exit status."""
+    if COMMANDS[name].overrides:  # not a conversation, for example
+        print(f"{PROGRAM} {name}: stopped by SIGINT; start it again", file=sys.stderr)
+    return after_signal(signal.SIGINT)
 
 
 def _public_commands() -> list[str]:

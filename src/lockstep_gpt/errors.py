@@ -1,6 +1,26 @@
-"""What ends a command or a run in one line: a mistake, or an event."""
+"""What ends a command or a run in one line: a mistake, an event, or any exception."""
+
+import errno
 
 from lockstep_gpt.exits import Exit
+
+MORE_FILES = "raise the limit of open files (ulimit -n)"
+MORE_PROCESSES = "raise the limit of processes and threads (ulimit -u, or the container's pids)"
+MORE_MEMORY = "use less memory, or raise its limit (ulimit -v, or the container's)"
+# What an error says of which the system has set the limit.
+REMEDIES_OF_LIMITS = {
+    errno.EMFILE: MORE_FILES,
+    errno.ENFILE: MORE_FILES,
+    errno.EAGAIN: MORE_PROCESSES,
+    errno.ENOMEM: MORE_MEMORY,
+}
+TEXTS_OF_LIMITS = {
+    "Too many open files": MORE_FILES,
+    "can't start new thread": MORE_PROCESSES,
+    "Resource temporarily unavailable": MORE_PROCESSES,
+    "failed to map segment from shared object": MORE_MEMORY,
+    "Cannot allocate memory": MORE_MEMORY,
+}
 
 
 class UserError(ValueError):
@@ -21,3 +41,26 @@ class ReportedError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(f"reported elsewhere; exit status {status}")
         self.status = status
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception in one line: the message of ours, else also the class and a remedy."""
+    if isinstance(error, UserError | RunError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    text = f"{name}: {lines[0]}" if lines else name
+    remedy = remedy_of_limit(error)
+    return f"{text}; {remedy}" if remedy else text
+
+
+def remedy_of_limit(error: BaseException) -> str:
+    """Return how to raise the limit of the system that caused `error`, or an empty string."""
+    if isinstance(error, MemoryError):
+        return MORE_MEMORY
+    if isinstance(error, OSError) and error.errno in REMEDIES_OF_LIMITS:
+        return REMEDIES_OF_LIMITS[error.errno]
+    for text, remedy in TEXTS_OF_LIMITS.items():
+        if text in str(error):
+            return remedy
+    return ""

@@ -16,6 +16,7 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1  # an event or an error ended the run
     MISTAKE = 2  # the user can fix it: a wrong setting or command line
+    REPORTED = 74  # an agent's: the run failed, and the last line is printed
     LOST_PEERS = 75  # a rank lost other ranks, for no fault of its own (EX_TEMPFAIL, sysexits.h)
 
 

@@ -28,7 +28,7 @@ from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import RunError, UserError
 
 PREPARE = """
 import sys
@@ -275,7 +275,7 @@ def tiny_disk(tmp_path):
 
 def test_a_full_disk_fails_in_one_clear_line_without_leftovers(tiny_disk):
     disk, _ = tiny_disk
-    with pytest.raises(UserError, match=r"data\.root=.* has no space left") as caught:
+    with pytest.raises(RunError, match=r"data\.root=.* has no space left") as caught:
         prepare(small(disk, tokens=100_000))
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert not [path for path in disk.iterdir() if path.suffix != ".lock"]
@@ -286,7 +286,7 @@ def test_a_build_resumes_after_a_full_disk(tiny_disk, tmp_path, caplog):
     disk, resize = tiny_disk
     resize("6m")
     settings = {"vocab_size": 50_257, "tokens": 4_000_000, "shard_mb": 1}
-    with pytest.raises(UserError, match="finished work is kept"):
+    with pytest.raises(RunError, match="finished work is kept"):
         prepare(small(disk, **settings))
     resize("20m")
     with caplog.at_level(logging.INFO):

@@ -9,11 +9,12 @@ from lockstep_gpt.exits import Ending
 from lockstep_gpt.launch.agent import FirstSignal, RankAgent, describe_endings
 
 
-def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
+def test_of_ranks_that_ended_the_culprits_are_named():
     lost, killed, other = Ending(75), Ending(-9), Ending(255)
     assert describe_endings({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
-    line = "rank 0 lost its peers, rank 1 ended with status 255"
-    assert describe_endings({0: lost, 1: other}) == line
+    assert describe_endings({0: lost, 1: other}) == "rank 1 ended with status 255"
+    assert describe_endings({0: lost, 1: Ending(0)}) == "rank 1 ended with status 0"
+    assert describe_endings({0: lost, 1: lost}) == "rank 0 lost its peers, rank 1 lost its peers"
 
 
 def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):

@@ -272,7 +272,7 @@ def test_a_full_or_read_only_disk_is_rejected(tmp_path):
         assert checkpoints_in(tmp_path) == [tmp_path / "step=000001.ckpt"]
         assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        with pytest.raises(RunError, match="Read-only file system; free space there or make"):
+        with pytest.raises(RunError, match="Read-only file system; free space there, or make"):
             save(tmp_path / "step=000002.ckpt")
         assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"
     finally:

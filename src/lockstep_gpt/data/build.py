@@ -26,7 +26,7 @@ from lockstep_gpt.data.recipe import Recipe, create_folder, finish, progress, sp
 from lockstep_gpt.data.shards import INDEX, Index
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.split_writer import SplitWriter
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ def write(recipe: Recipe, folder: Path) -> None:
     """Write the rest of the folder; if that fails after a full token file, the next call resumes.
 
     Raises:
-        UserError: the disk is full, a process was killed, or a split is empty.
+        RunError: the disk is full.
+        UserError: a process was killed, or a split is empty.
     """
     _remove_abandoned(folder.parent)
     try:
@@ -47,7 +48,7 @@ def write(recipe: Recipe, folder: Path) -> None:
         if len([*folder.glob("*.bin")]) <= len(splits):  # no token file is full yet
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
+            raise RunError(
                 f"data.root={recipe.source.root} has no space left for the prepared tokens; free "
                 "some (finished work is kept), or set data.root to a folder on a larger disk"
             ) from error

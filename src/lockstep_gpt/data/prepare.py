@@ -5,6 +5,7 @@ It builds in a hidden sibling folder and renames that folder once it is complete
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import shutil
@@ -23,7 +24,7 @@ from lockstep_gpt.data.recipe import (
     folder_of,
     recipe_of,
 )
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,9 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
         try:
             is_new = not recipe.folder.is_dir() and _build(recipe)
         except OSError as error:
-            raise UserError(
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            kind = RunError if is_full else UserError
+            raise kind(
                 f"data.root={config.root} cannot be written ({error.strerror}); set data.root to a "
                 "folder that you may write, on a disk with space"
             ) from error

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
 from lockstep_gpt.launch import machines, rank_program
-from lockstep_gpt.run import remedies
+from lockstep_gpt.python_patches import run_exit_handlers
+from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
@@ -76,9 +77,9 @@ def main(
             _set_environment(config)
             agent = (agent_class or RankAgent)(run, config, rendezvous, folder, first_signal)
             if has_peers:
-                machines.end_when_cut_off(agent, config)
+                machines.end_when_cut_off(agent, config, run, node_rank)
             pausing.pause_ranks(agent.live_ranks)
-            return agent.run_to_end()
+            return agent.run_to_end(node_rank)
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)
             return Exit.MISTAKE
@@ -89,9 +90,15 @@ def main(
             line = cause
             if has_peers:
                 line = machines.explain_missed_rendezvous(config, cause)
-            lines = [f"{PROGRAM} train: {line}", remedies.explain_error(cause, config, 1)]
-            print(*filter(None, lines), sep="\n", file=sys.stderr)
-            return Exit.FAILED
+            explanation = remedies.explain_error(cause, config, 1)
+            if explanation:
+                print(explanation, file=sys.stderr)
+            last_line.show(run, f"{PROGRAM} train: {line}", node_rank)
+            return Exit.REPORTED
+        except Exception as error:  # the system's limits, for example
+            run_exit_handlers()  # those of libraries may print
+            last_line.show_error(run, error, node_rank)
+            return Exit.REPORTED
 
 
 def _rendezvous_of_one_node(folder: str) -> dict[str, Any]:
@@ -163,24 +170,25 @@ class RankAgent(LocalElasticAgent):
         barrier = rendezvous.get("last_call_timeout", 30)  # as at the start; torch's own: 300
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
+        self._config = config
         self._first_signal = first_signal
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
         self._aborted = False  # the previous attempt ended by SIGABRT alone
         self.last_check = time.monotonic()  # of its ranks
 
-    def run_to_end(self) -> int:
+    def run_to_end(self, node_rank: int) -> int:
         """Run the ranks to their end, or to a stop signal; return the exit status."""
         try:
-            return self.status(self.run())
+            return self.status(self.run(), node_rank)
         except SignalException as stop:
-            return self._status_after(stop.sigval)
+            return self._status_after(stop.sigval, node_rank)
 
-    def _status_after(self, signum: signal.Signals) -> int:
+    def _status_after(self, signum: signal.Signals, node_rank: int) -> int:
         """Return the exit status after a signal: 0 if the ranks were about to end anyway."""
-        failure = self._run.read_failure()
-        if failure:  # of the save, for example
-            return int(failure["status"])
+        status = self._show_failure(node_rank)  # of the save, for example
+        if status is not None:
+            return status
         endings = [Ending(process.poll() or 0) for process in self._processes().values()]
         if endings and all(ending.code == Exit.DONE for ending in endings):
             return Exit.DONE
@@ -222,7 +230,12 @@ class RankAgent(LocalElasticAgent):
             for worker in worker_group.workers
             if worker.local_rank in processes
         }
-        return {rank: Ending(code) for rank, code in codes.items() if code}
+        if not any(codes.values()):
+            return {}
+        endings = {rank: Ending(code) for rank, code in codes.items() if code is not None}
+        if any(ending.killed_by for ending in endings.values()):
+            return {rank: ending for rank, ending in endings.items() if ending.code}
+        return endings  # also those with status 0: they may have left the others alone
 
     def _is_restartable(self) -> bool:
         """Return whether all ended ranks were killed, lost their peers, or were told to stop.
@@ -257,25 +270,42 @@ class RankAgent(LocalElasticAgent):
         if self._pcontext:
             self._pcontext.close(death_sig, timeout)
 
-    def status(self, result: RunResult) -> int:
-        """Return the exit status of the run: a rank's own if it chose one."""
+    def status(self, result: RunResult, node_rank: int) -> int:
+        """Print the last line of a failed run; return the exit status of this agent."""
         if not result.is_failed():
             return 0
-        failure = self._run.read_failure()
-        if failure:
-            return int(failure["status"])
-        endings = self._ended.values()
-        deliberate = [ending.code for ending in endings if ending.is_deliberate]
+        files = [failure.error_file_data for failure in result.failures.values()]
+        handed_over = [data for data in files if "line" in data]
+        status = self._show_failure(node_rank, handed_over)
+        if status is not None:
+            return status
+        deliberate = [ending.code for ending in self._ended.values() if ending.is_deliberate]
         if deliberate:
             return deliberate[0]
-        if Exit.FAILED not in [ending.code for ending in endings]:  # such a rank has printed why
-            lines = [f"{describe_endings(self._ended)}; no restarts are left"]
-            lines.append(remedies.explain_deaths(self._run, self._ended))
-            print(*filter(None, lines), sep="\n", file=sys.stderr)
-        return Exit.FAILED
+        explanation = remedies.explain_deaths(self._run, self._config, self._ended)
+        if explanation:
+            print(explanation, file=sys.stderr)
+        cause = describe_endings(self._ended)
+        if any(ending.code == Exit.FAILED for ending in self._ended.values()):
+            cause += "; its last output, above or in ranks/, says why"
+        elif all(ending.killed_by or ending.lost_peers for ending in self._ended.values()):
+            cause += "; no restarts are left"
+        last_line.show(self._run, cause, node_rank)
+        return Exit.REPORTED
+
+    def _show_failure(
+        self, node_rank: int, handed_over: Iterable[dict[str, Any]] = ()
+    ) -> int | None:
+        """Print the last line of a failure that a rank recorded; return the exit status."""
+        status = last_line.show_recorded(self._run, node_rank, handed_over)
+        if status == Exit.FAILED:
+            return Exit.REPORTED
+        return status
 
 
 def describe_endings(ended: dict[int, Ending]) -> str:
-    """Return how ranks ended, by rank; if some were killed, only those."""
+    """Return how ranks ended, by rank; if some were killed, only those, else who left first."""
     killed = {rank: ending for rank, ending in ended.items() if ending.killed_by}
-    return ", ".join(f"rank {rank} {ending}" for rank, ending in (killed or ended).items())
+    first = {rank: ending for rank, ending in ended.items() if not ending.lost_peers}
+    named = killed or first or ended
+    return ", ".join(f"rank {rank} {ending}" for rank, ending in named.items())

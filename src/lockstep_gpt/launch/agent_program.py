@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep_gpt import processes, stop_signals
+from lockstep_gpt.exits import Exit
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -18,10 +20,14 @@ def main(path: str, parent: str, node_rank: str) -> NoReturn:
     """Run the agent of the run in the directory `path`, then end the process."""
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
     stop_signals.end_at_once()
-    processes.import_all(["lockstep_gpt.launch.agent"])
-    from lockstep_gpt.launch import agent
-
-    processes.end_process(agent.main(RunDirectory(Path(path)), int(node_rank)))
+    run = RunDirectory(Path(path))
+    try:
+        processes.import_all(["lockstep_gpt.launch.agent"])
+        from lockstep_gpt.launch import agent
+    except Exception as error:  # of memory, for example
+        last_line.show_error(run, error, int(node_rank))
+        processes.end_process(Exit.REPORTED)
+    processes.end_process(agent.main(run, int(node_rank)))
 
 
 if __name__ == "__main__":

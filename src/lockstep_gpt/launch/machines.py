@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +12,8 @@ from typing import Any
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import own_address
 from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.exits import Exit
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory, differences
 from lockstep_gpt.training.schedule import plan_batch
 
@@ -101,10 +102,16 @@ def explain_missed_rendezvous(config: Config, cause: str) -> str:
     )
 
 
-def end_when_cut_off(agent: Any, config: Config) -> None:
+def end_when_cut_off(agent: Any, config: Config, run: RunDirectory, node_rank: int) -> None:
     """End this process if its agent has not checked its ranks for longer than allowed.
 
     The agent's calls to machine 0 never return if that machine is lost.
+
+    Args:
+        agent: notes the clock as `last_check`.
+        config: how long it may be silent.
+        run: whose last line is printed.
+        node_rank: the number of this machine.
     """
     launch = config.launch
     limit = launch.join_seconds + launch.grace_seconds + 2 * launch.lost_seconds
@@ -112,7 +119,7 @@ def end_when_cut_off(agent: Any, config: Config) -> None:
     def watch() -> None:
         while time.monotonic() - agent.last_check < limit:
             time.sleep(1)
-        print(f"the other machines have been silent for {limit:g} s; ending", file=sys.stderr)
-        os._exit(1)  # the ranks end with this process
+        last_line.show(run, f"the other machines have been silent for {limit:g} s", node_rank)
+        os._exit(Exit.REPORTED)  # the ranks end with this process
 
     threading.Thread(target=watch, daemon=True).start()

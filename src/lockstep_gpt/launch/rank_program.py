@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep_gpt import PROGRAM, processes, standard_streams, stop_signals
-from lockstep_gpt.errors import UserError
+from lockstep_gpt import processes, standard_streams, stop_signals
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -19,21 +19,22 @@ def main(path: str, parent: str) -> NoReturn:
     """Run as a rank of the run in the directory `path`, then end the process."""
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
     stop_signals.end_at_once()  # until there is something to save
-    processes.import_all(["lockstep_gpt.training.train"])
     processes.end_process(run_rank(RunDirectory(Path(path))))
 
 
 @standard_streams.never_failing()
 def run_rank(run: RunDirectory) -> int:
     """Run as a rank of `run`, whose command is another process; return the exit status."""
-    from lockstep_gpt.training import train
-
+    last_line.leave_to_agent()
+    rank = int(os.environ["RANK"])
     try:
-        with run.lock.of_rank(int(os.environ["RANK"])):
+        processes.import_all(["lockstep_gpt.training.train"])
+        from lockstep_gpt.training import train
+
+        with run.lock.of_rank(rank):
             return train.main(run)
-    except UserError as error:  # an earlier rank 0 is still there
-        print(f"{PROGRAM} train: {error}", file=sys.stderr)
-        return error.status
+    except Exception as error:
+        return last_line.fail_early(run, rank, error)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """`resume=auto`: continue a run in its own directory, with the few settings that may change."""
 
+import errno
 import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,6 +192,7 @@ class ResumedRun:
     def check(self) -> None:
         """Raise a `UserError` if the directory is somebody else's and not trusted."""
         self.permit()
+        refuse_unwritable(self.run)
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
@@ -229,6 +232,22 @@ def _refuse_unwritable(path: Path) -> None:
         path.open("ab").close()
     except PermissionError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; make it writable") from None
+
+
+def refuse_unwritable(run: RunDirectory) -> None:
+    """Raise a `UserError` if checkpoints could not be saved, before training for hours."""
+    folder = run.checkpoints
+    if not folder.exists():
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-"):
+            pass
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return  # it is the whole disk, which freezing the configuration reports
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); make it a folder that you may write"
+        ) from None
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:

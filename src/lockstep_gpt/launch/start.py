@@ -24,7 +24,7 @@ from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import ReportedError, UserError
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.launch import (
     devices,
@@ -37,6 +37,7 @@ from lockstep_gpt.launch import (
 )
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.processes import end_process
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
@@ -122,6 +123,12 @@ def start(run_start: RunStart) -> int:
         except (UserError, Interrupted):  # the other ranks' configurations differ, for example
             freezing.undo()
             raise
+        except (ReportedError, SystemExit):
+            raise
+        except Exception as error:
+            if not freezing.is_done:
+                raise
+            raise last_line.reported(run_start.run, error) from error
         is_alone = mode in (StartMode.INLINE, StartMode.AGENT)
         # In a new directory, others may still write.
         if status == Exit.MISTAKE and (is_alone or freezing.run_existed):
@@ -161,7 +168,7 @@ class Freezing:
     def __init__(self, run_start: RunStart, lock: contextlib.ExitStack) -> None:
         self._run_start = run_start
         self._lock = lock
-        self._is_done = False
+        self.is_done = False
         self.run_existed = False  # before it was frozen here
 
     def freeze(self) -> RunDirectory:
@@ -177,15 +184,15 @@ class Freezing:
         try:
             run_start.freeze({**run_start.values, "data": data})
         except Interrupted:
-            self._is_done = True  # perhaps, so it must be undone
+            self.is_done = True  # perhaps, so it must be undone
             raise
-        self._is_done = True
+        self.is_done = True
         trust.permit(run, trusted=True)
         return run
 
     def undo(self) -> None:
         """Restore the directory, if this process has frozen it."""
-        if self._is_done:
+        if self.is_done:
             self._run_start.undo()
 
 

@@ -12,6 +12,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
 from lockstep_gpt.registry import optional_part
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 
 # For glibc: else each step maps its large tensors again, and the system clears their pages.
@@ -41,15 +42,33 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
         with pausing.with_agent(agent):
             ending = Ending(agent.wait())
         received.finish()
-    if not ending.killed_by:
-        status = ending.code
-    elif received.first is not None:  # the agent itself was killed, after a signal to us
-        status = after_signal(received.first)
-    else:  # by others
-        status = Exit.FAILED
+    summary_is_old = run.read_summary() == summary_before
+    is_unfinished = ending.code == Exit.DONE and node_rank == 0 and summary_is_old
+    status = _status_of(ending, received.first, is_unfinished)
     if node_rank == 0:
         report_unsaved(run, status, summary_before)
+    if status == Exit.FAILED and ending.code != Exit.REPORTED:
+        last_line.show(run, _cause_of(ending, is_unfinished), node_rank)
     return status
+
+
+def _status_of(ending: Ending, received: signal.Signals | None, is_unfinished: bool) -> int:
+    """Return the exit status of a command from the `ending` of its agent."""
+    if ending.killed_by and received is not None:  # the agent was killed after a signal to us
+        return after_signal(received)
+    if ending.killed_by or ending.code == Exit.REPORTED or is_unfinished:
+        return Exit.FAILED
+    return ending.code
+
+
+def _cause_of(ending: Ending, is_unfinished: bool) -> str:
+    """Return why a run failed whose agent could not say so."""
+    if is_unfinished:
+        return "a rank ended with status 0 before training ended"
+    cause = f"the agent, which starts the ranks, {ending}"
+    if ending.killed_by == signal.SIGKILL:
+        cause += "; if nobody did that, memory ran out (dmesg)"
+    return cause
 
 
 def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any]) -> None:
@@ -70,7 +89,7 @@ def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any
     with contextlib.suppress(OSError):  # a full disk, already reported
         run.write_summary({**summary, "status": outcome, "saved": False})
     if is_unsaved_stop:
-        hint = run.resume_hint()
+        hint = last_line.way_on(run)
         logging.warning("stopped by %s before all ranks saved; %s", SIGNALS[stopped_by], hint)
 
 

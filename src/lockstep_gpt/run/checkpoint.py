@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.damaged_files import readable
-from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError, remedy_of_limit
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED,
     NEEDED_TO_RESUME,
@@ -34,7 +34,6 @@ from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
 
-REMEDY = "then continue with resume=auto; the newest checkpoint is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -135,10 +134,8 @@ def write_checkpoint(
         return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
-        raise RunError(
-            f"checkpoint {path} cannot be written: {reason}; "
-            f"free space there or make it writable, {REMEDY}"
-        ) from error
+        remedy = remedy_of_limit(error) or "free space there, or make it writable"
+        raise RunError(f"checkpoint {path} cannot be written: {reason}; {remedy}") from error
 
 
 def refuse_full_disk(folder: Path, needed: int) -> None:
@@ -147,7 +144,7 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise RunError(
             f"{folder} has {free:,} bytes left, but a checkpoint needs {needed:,}; "
-            f"free some space there, {REMEDY}"
+            "free some space there"
         )
 
 

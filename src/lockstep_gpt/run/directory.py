@@ -61,6 +61,10 @@ class RunDirectory:
         """What a rank other than 0 printed; kept if the rank failed."""
         return self.rank_logs / f"{rank}.log"
 
+    def log_of(self, rank: int) -> Path:
+        """The log of any rank."""
+        return self.log if rank == 0 else self.rank_log(rank)
+
     def refuse_if_used(self) -> None:
         """Raise a `UserError` if it contains more than a process that was killed early leaves."""
         leftovers = {self.lock.path.name, f".{self.config.name}.tmp"}
@@ -154,7 +158,9 @@ class RunDirectory:
             yield
         except OSError as error:
             kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else mistake
-            if self.config.exists():
+            if mistake is RunError:  # in a rank, whose last line has the rest
+                remedy = "fix that"
+            elif self.config.exists():
                 remedy = f"fix that, then {self.resume_hint()}"
             else:
                 remedy = "set another run_dir, or fix that"

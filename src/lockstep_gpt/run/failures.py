@@ -1,6 +1,5 @@
-"""What a failed rank leaves: lines in its log and on the terminal, `failed.json`, a status."""
+"""What a failed rank leaves: the stack in its log, `failed.json`, and an exit status."""
 
-import contextlib
 import traceback
 from typing import TextIO
 
@@ -9,9 +8,9 @@ from torch import nn
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, lost_peers
-from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError, describe_error, remedy_of_limit
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.run import remedies
+from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -19,42 +18,44 @@ def report_failure(
     directory: RunDirectory,
     config: Config,
     ranks: Ranks,
-    error: Exception,
+    error: BaseException,
     terminal: TextIO,
     model: nn.Module | None,
 ) -> int:
     """Record the failure of this rank while its exception is handled; return the exit status.
 
-    The run's first failure goes to the terminal. A user's mistake is one line there; of others,
-    all ranks write the stack to their logs, with an explanation if the error is a known one.
+    All ranks write the stack to their logs, with an explanation if the error is a known one. The
+    first one shows it on the terminal, too. Mistakes and events need no stack, but a line, which
+    `last_line` shows at the end.
     """
     if isinstance(error, UserError):
-        return _record(directory, ranks, Exit.MISTAKE, error, f"{PROGRAM} train: {error}", terminal)
+        line = f"{PROGRAM} train: {error}"
+        return _record(directory, ranks, Exit.MISTAKE, error, line, "", terminal)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        error = error.__context__  # Lightning has replaced it
     stack = traceback.format_exc()
     cause = remedies.explain_error(stack, config, ranks.world_size, model)
     text = f"{cause}\n\n{stack}" if cause else stack
-    path = directory.log if ranks.rank == 0 else directory.rank_log(ranks.rank)
-    with contextlib.suppress(OSError), path.open("a") as log:
-        log.write(text)
-    if lost_peers(error):
+    last_line.append(directory.log_of(ranks.rank), text)
+    if lost_peers(error) and not remedy_of_limit(error):
         return Exit.LOST_PEERS
-    line = f"rank {ranks.rank} failed: {error}"
-    if not isinstance(error, RunError):
-        line = f"{text}\n{line}"
-    return _record(directory, ranks, Exit.FAILED, error, line, terminal)
+    line = f"rank {ranks.rank} failed: {describe_error(error)}"
+    if isinstance(error, RunError):
+        text = ""
+    return _record(directory, ranks, Exit.FAILED, error, line, text, terminal)
 
 
 def _record(
     directory: RunDirectory,
     ranks: Ranks,
     status: Exit,
-    error: Exception,
+    error: BaseException,
     line: str,
+    stack: str,
     terminal: TextIO,
 ) -> int:
-    """Write `failed.json`, and print `line` if this is the run's first failure."""
-    summary = f"{type(error).__name__}: {error}"
-    is_first = directory.record_failure({"rank": ranks.rank, "status": status, "error": summary})
-    if is_first:
-        print(line, file=terminal, flush=True)
+    """Record the failure; if it is the run's first, print `stack`, and return `status`."""
+    is_first = last_line.record(directory, ranks.rank, status, error, line)
+    if is_first and stack:
+        print(stack, file=terminal, flush=True)
     return status

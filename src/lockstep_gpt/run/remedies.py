@@ -239,9 +239,8 @@ def explain_error(
     return explain(text, Scene(config, world_size, unused))
 
 
-def explain_deaths(run: RunDirectory, ended: dict[int, Ending]) -> str:
+def explain_deaths(run: RunDirectory, config: Config, ended: dict[int, Ending]) -> str:
     """Return cause and remedy from the ended ranks' logs, or from the signals that ended them."""
-    config = run.load()
     scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
     for rank, ending in ended.items():
         path = run.log if rank == 0 else run.rank_log(rank)

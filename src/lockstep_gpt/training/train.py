@@ -19,7 +19,7 @@ from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_peers
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
-from lockstep_gpt.processes import invocation
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped, stop_before_first_step
 from lockstep_gpt.run.checkpoint import step_of
@@ -82,16 +82,19 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
                 announce(training)
             fit(training, started)
         except Stopped as stopped:
-            if stopped.saved:
-                command = f"{invocation()} train run_dir={directory.path} resume=auto"
-                logger.info("%s after saving; to continue it:\n  %s", stopped, command)
+            if ranks.rank == 0 and stopped.saved:
+                logger.info("%s after saving; %s", stopped, last_line.way_on(directory))
             return after_signal(stopped.signum)
-        except Exception as error:
+        except KeyboardInterrupt:  # a Ctrl-C before training
+            raise
+        except BaseException as error:
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
             model = training.module.model if training else None
-            return report_failure(directory, config, ranks, error, terminal, model)
+            status = report_failure(directory, config, ranks, error, terminal, model)
+            last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
+            return status
     drop_rank_log(directory, ranks)
     return Exit.DONE
 

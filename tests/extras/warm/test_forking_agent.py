@@ -53,7 +53,9 @@ def test_forks_that_must_be_but_cannot_are_rejected(monkeypatch):
     config = Config(max_steps=1, of_extras={"warm": WarmSettings(enabled=True)})
     server.refuse_impossible(config)
     monkeypatch.setattr(server.sys, "platform", "darwin")
-    with pytest.raises(UserError, match=r"^warm.enabled=true needs Linux; remove it, or set false"):
+    with pytest.raises(
+        UserError, match=r"^warm.enabled=true needs Linux and its /proc; remove it, or set false"
+    ):
         server.refuse_impossible(config)
 
 

@@ -1,6 +1,7 @@
 """Replicas that differ and steps that don't end: both end the run."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -79,5 +80,9 @@ def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, 
     for rank in (0, 1):
         assert f"rank {rank}: no step for 4 s (guard.stall_after); its stack:" in result.stderr
     assert "in on_train_batch_start" in result.stderr
+    lines = result.stderr.splitlines()
+    line = r"rank \d: no step for 4 s \(guard.stall_after\); nothing is saved; to start over: .*"
+    assert re.fullmatch(line, lines[-1])
+    assert "in on_train_batch_start" in (command.folder / "run/ranks/1.log").read_text()
     assert json.loads((command.folder / "run/failed.json").read_text())["status"] == 1
     assert not processes_of(command.folder / "run")

@@ -268,13 +268,14 @@ def _wanted(config: Config) -> bool | None:
 
 def is_possible(config: Config) -> bool:
     """Return whether a run's ranks can be forks here, and may be."""
-    return sys.platform == "linux" and _wanted(config) is not False
+    has_processes = Path("/proc/self/cwd").exists()  # not on other systems, nor in all containers
+    return sys.platform == "linux" and has_processes and _wanted(config) is not False
 
 
 def refuse_impossible(config: Config) -> None:
     """Raise a `UserError` if a run's ranks must be forks but cannot be."""
     if _wanted(config) and not is_possible(config):
-        raise UserError("warm.enabled=true needs Linux; remove it, or set false")
+        raise UserError("warm.enabled=true needs Linux and its /proc; remove it, or set false")
 
 
 def start_agent(

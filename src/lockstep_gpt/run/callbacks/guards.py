@@ -21,7 +21,9 @@ from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
 from lockstep_gpt.distributed.ranks import backend_of
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import RunError
+from lockstep_gpt.exits import Exit
 from lockstep_gpt.pausing import PauseNotice
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import counted
@@ -114,10 +116,13 @@ class Guards(StepCallback):
 
     def _end_process(self, stall_after: float) -> None:
         """Show this rank's stack, record the failure, and end the process."""
-        line = f"no step for {stall_after:g} s (guard.stall_after)"
+        error = f"no step for {stall_after:g} s (guard.stall_after)"
+        line = f"rank {self.rank}: {error}"
+        text = f"{line}; its stack:\n{stacks()}"
         # In one piece: all ranks print at the same time.
-        print(f"rank {self.rank}: {line}; its stack:\n{stacks()}", file=self.terminal, flush=True)
-        self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
+        print(text, file=self.terminal, flush=True)
+        last_line.append(self.directory.log_of(self.rank), text)
+        last_line.record(self.directory, self.rank, Exit.FAILED, error, line)
         with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
             folder = self.directory.rank_logs
             path = write_trace(backend_of(self.config), folder, self.rank)
@@ -125,7 +130,8 @@ class Guards(StepCallback):
                 text = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {folder})"
                 print(f"rank {self.rank}: {text}", file=self.terminal, flush=True)
         time.sleep(STALL_GRACE)
-        os._exit(1)
+        last_line.show_end_of_rank(self.directory, self.rank, Exit.FAILED, self.terminal)
+        os._exit(Exit.FAILED)
 
 
 def warn_of_own_statistics(model: torch.nn.Module) -> None:
@@ -182,8 +188,7 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
         ranks = differs[:, first].nonzero().flatten().tolist()
     raise RunError(
         f"step {step}: the weights of ranks differ, first in {named[first][0]}, on rank "
-        f"{' and '.join(map(str, ranks))}; check that device's memory, then continue from the last "
-        "checkpoint, which is valid, with resume=auto"
+        f"{' and '.join(map(str, ranks))}; check that device's memory"
     )
 
 
