@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from lockstep_gpt import PROGRAM, VERSION
 from lockstep_gpt.catalog import extra_of_command, how_to_add
-from lockstep_gpt.errors import ReportedError, RunError, UserError
+from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import COMMANDS as KIND
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0] if words else ""
     try:
         if name in COMMANDS:
-            return int(resolved(COMMANDS[name].target)(words[1:]))
+            with refusing_long_names():
+                return int(resolved(COMMANDS[name].target)(words[1:]))
         if name == "--version":
             print(PROGRAM, VERSION)
             return 0

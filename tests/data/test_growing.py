@@ -9,9 +9,8 @@ import pytest
 
 from lockstep_gpt.data import build
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer
-from lockstep_gpt.data.growing import hashes_of
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.shards import hashes_of, load_index
 from lockstep_gpt.data.sources.jsonl import JsonLines
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer

@@ -70,7 +70,7 @@ def test_a_build_that_fails_or_was_killed_begins_again(tmp_path, monkeypatch, sm
     for name in ("train-00000.bin", "val-00003.bin"):
         (leftover / name).write_bytes(b"left")
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep_gpt.data.build.finish", lambda *_: 1 // 0)
+        patch.setattr("lockstep_gpt.data.build.refuse_empty_splits", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             prepare(small(tmp_path))
     assert not leftover.exists()

@@ -15,6 +15,7 @@ from lockstep_gpt.data.sources.source import (
     Documents,
     Position,
     reading,
+    refuse_nul,
     splits_of_texts,
     to_utf8,
 )
@@ -98,6 +99,7 @@ class HuggingFaceRows(Documents):
                     column = table.column(self.field)
                     after = Position(part, after.offset + len(table), after.read + column.nbytes)
                     texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, self.path)
+                    refuse_nul(texts, self.tokenizer, f"data.path={self.path}")
                     yield Block(after, texts, self._splits(part, texts), invalid)
 
     def _splits(self, part: int, texts: list[bytes]) -> list[str]:

@@ -34,9 +34,11 @@ class JsonLines(PathDocuments):
 
     def _text(self, line: bytes, path: str) -> bytes:
         try:
-            text: str = json.loads(line.decode())[self.field] or ""
+            text: str | None = json.loads(line.decode("utf-8-sig"))[self.field]
+            if text is None:  # no text, as an empty one
+                return b""
             return text.encode("utf-8", "replace")  # JSON can contain half a surrogate pair
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"{path} of the corpus has the line {line[:60]!r}, not a JSON object with text "
                 f"under data.field={self.field}; name another field or fix the line"

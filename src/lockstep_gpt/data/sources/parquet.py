@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.files import File
-from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, to_utf8
+from lockstep_gpt.data.sources.source import (
+    BLOCK,
+    Block,
+    Position,
+    reading,
+    refuse_nul,
+    to_utf8,
+)
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import setting
@@ -69,6 +76,7 @@ class ParquetFiles(PathDocuments):
 
     def _block(self, after: Position, column: Any, file: File) -> Block:
         texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, file.path)
+        refuse_nul(texts, self.tokenizer, file.path)
         if file.split:
             return Block(after, texts, [file.split] * len(texts), invalid)
         return Block(after, texts, self.splits_of(texts), invalid)
