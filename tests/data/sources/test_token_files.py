@@ -563,3 +563,33 @@ def test_a_tokenizer_of_another_size_is_rejected(tmp_path, tokenizer):
     line = rf"data\.vocab_size=50257 is not that of .*; set data\.vocab_size={tokenizer.vocab_size}"
     with pytest.raises(UserError, match=line):
         source.make_tokenizer()
+
+
+# Damage
+
+
+def flipped(path, seed):
+    """Flip bits of a file, mostly near its start, where headers are, or cut it off."""
+    draw = np.random.default_rng(seed)
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 8])):
+        place = draw.integers(min(len(content), draw.choice([60, len(content)])))
+        content[place] ^= 1 << draw.integers(8)
+    end = draw.choice([len(content), draw.integers(len(content))], p=[0.9, 0.1])
+    path.write_bytes(content[:end])
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_files_are_read_or_named_in_one_line(tmp_path, writer, seed):
+    writer(tmp_path / "tokens", [range(20), range(5, 300), range(40)])
+    files = sorted((tmp_path / "tokens").iterdir())
+    damaged = files[seed % len(files)]
+    flipped(damaged, seed)
+    try:
+        total = len(tokens(corpus(tmp_path / "tokens")))
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert any(str(path) in str(error) for path in files)
+    else:
+        assert total <= sum(path.stat().st_size for path in files)

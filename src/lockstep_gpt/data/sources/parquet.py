@@ -23,6 +23,7 @@ from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
+AS_BYTES = {"string": "binary", "large_string": "large_binary"}  # the same memory
 
 
 @dataclass
@@ -98,5 +99,13 @@ def check_column(schema: Any, column: str, path: str) -> None:
 
 
 def texts_in(column: Any) -> list[bytes]:
-    """Return the texts in an Arrow column of strings or bytes that aren't null or empty."""
+    """Return the texts in an Arrow column of strings or bytes that aren't null or empty.
+
+    Raises:
+        ValueError: the column is damaged: reading where its offsets point would end the process.
+    """
+    for part in getattr(column, "chunks", [column]):
+        # As bytes: `data.invalid_utf8` decides what happens with text that isn't UTF-8.
+        kind = AS_BYTES.get(str(part.type), part.type)
+        part.view(kind).validate(full=True)
     return list(filter(None, column.cast("binary").to_pylist()))
