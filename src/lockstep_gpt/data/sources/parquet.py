@@ -23,7 +23,8 @@ from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
-AS_BYTES = {"string": "binary", "large_string": "large_binary"}  # the same memory
+# The types that are the same memory.
+AS_BYTES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
 
 
 @dataclass
