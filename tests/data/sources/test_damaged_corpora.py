@@ -179,6 +179,7 @@ def test_a_file_in_an_encoding_of_wide_units_is_named(tmp_path, source, name, en
 def test_a_byte_order_mark_is_no_part_of_json_lines(tmp_path):
     marked = b"\xef\xbb\xbf" + ROWS
     (tmp_path / "a.jsonl").write_bytes(marked + marked)  # as `cat` joins two files
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf")
     found = texts(JsonLines(path=str(tmp_path)))
     (tmp_path / "a.jsonl").write_bytes(ROWS + ROWS)
     assert found == texts(JsonLines(path=str(tmp_path)))

@@ -24,7 +24,6 @@ from lockstep_gpt.data.sources.source import (
     Position,
     reading,
     refuse_binary,
-    refuse_nul,
     split_of_name,
     splits_of_texts,
     to_utf8,
@@ -105,7 +104,6 @@ class FileDocuments(Documents):
             for piece, after in self._pieces(number, start):
                 refuse_binary(piece, file.path)
                 documents, faults = self.documents_in(piece, file.path)
-                refuse_nul(documents, self.tokenizer, file.path)
                 divided, names = self._divided(documents, file)
                 texts += divided
                 splits += names

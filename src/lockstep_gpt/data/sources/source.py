@@ -305,14 +305,13 @@ def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:
         tokenizer: the setting `data.tokenizer`; others have an id for NUL.
         path: the file.
     """
-    if tokenizer != ByteTokenizer.kind:
+    if tokenizer != ByteTokenizer.kind or b"\0" not in b"".join(texts):
         return
-    for text in texts:
-        if b"\0" in text:
-            raise UserError(
-                f"{path} of the corpus has a text with a NUL byte, which ends a document with "
-                f"data.tokenizer=bytes; remove it from {text[:60]!r}, or choose another tokenizer"
-            )
+    text = next(text for text in texts if b"\0" in text)
+    raise UserError(
+        f"{path} of the corpus has a text with a NUL byte, which ends a document with "
+        f"data.tokenizer=bytes; remove it from {text[:60]!r}, or choose another tokenizer"
+    )
 
 
 def refuse_binary(piece: bytes, path: str) -> None:
