@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep_gpt.data.sources.files import find_files
+from lockstep_gpt.data.sources.nul_bytes import refuse_nul
 from lockstep_gpt.data.sources.parquet import texts_in
 from lockstep_gpt.data.sources.source import (
     Block,
     Documents,
     Position,
     reading,
-    refuse_nul,
     splits_of_texts,
     to_utf8,
 )

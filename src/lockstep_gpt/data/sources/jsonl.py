@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
-from lockstep_gpt.data.sources.source import refuse_nul
+from lockstep_gpt.data.sources.nul_bytes import refuse_nul
 from lockstep_gpt.data.sources.text import lines_in
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import setting

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.files import File
+from lockstep_gpt.data.sources.nul_bytes import refuse_nul
 from lockstep_gpt.data.sources.source import (
     BLOCK,
     Block,
     Position,
     reading,
-    refuse_nul,
     to_utf8,
 )
 from lockstep_gpt.errors import UserError
