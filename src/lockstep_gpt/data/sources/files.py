@@ -65,12 +65,7 @@ def find_files(
         system, place = fsspec.url_to_fs(path)  # expands ~ too
         is_folder = system.isdir(place)
         is_here = "file" in system.protocol
-        if is_folder and is_here:
-            infos = LocalFiles(system).in_folder(place)
-        elif is_here and not system.exists(place):
-            infos = LocalFiles(system).of_glob(place)
-        else:
-            infos = _listed(system, place, is_folder)
+        infos = _listed(system, place, is_folder, is_here)
     if is_folder:
         base = place
         pattern = re.compile(rf"(?!\.|.*/\.).*{wanted}")  # none hidden
@@ -97,9 +92,14 @@ def find_files(
     return Files(files, opener, split)
 
 
-def _listed(system: Any, place: str, is_folder: bool) -> list[dict[str, Any]]:
+def _listed(system: Any, place: str, is_folder: bool, is_here: bool) -> list[dict[str, Any]]:
     """Return what a file system knows of each file in a folder, or that a path or glob matches."""
-    if is_folder or system.exists(place):
+    if is_folder and is_here:
+        return LocalFiles(system).in_folder(place)
+    exists = is_folder or system.exists(place)
+    if is_here and not exists:
+        return LocalFiles(system).of_glob(place)
+    if exists:
         listed = system.find(place, detail=True)
     else:
         listed = system.glob(place, detail=True)
