@@ -78,10 +78,7 @@ def find_files(
         if not pattern.match(name):
             continue
         if info["type"] == "other" and is_here:
-            raise UserError(
-                f"{info['name']} of the corpus is not a file, but a FIFO, a socket, or a device; "
-                "remove it, or name the files alone with a glob"
-            )
+            raise _no_file(info["name"])
         if info["type"] == "file":
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
@@ -104,6 +101,14 @@ def _listed(system: Any, place: str, is_folder: bool, is_here: bool) -> list[dic
     else:
         listed = system.glob(place, detail=True)
     return [info or system.info(name) for name, info in listed.items()]  # HTTP: empty
+
+
+def _no_file(path: str) -> UserError:
+    """Return the error for what is in a corpus and can't be read: a FIFO may never end."""
+    return UserError(
+        f"{path} of the corpus is not a file, but a FIFO, a socket, or a device; remove it, or "
+        "name the files alone with a glob"
+    )
 
 
 def find_splits(
