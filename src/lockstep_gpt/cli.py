@@ -9,7 +9,13 @@ from typing import NoReturn
 
 from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
 from lockstep_gpt.catalog import extra_of_command, how_to_add
-from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
+from lockstep_gpt.errors import (
+    ReportedError,
+    RunError,
+    UserError,
+    describe_error,
+    refusing_long_names,
+)
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import COMMANDS as KIND
@@ -50,7 +56,8 @@ def _run_command(words: list[str]) -> int:
     name = words[0] if words else ""
     try:
         if name in COMMANDS:
-            return int(resolved(COMMANDS[name].target)(words[1:]))
+            with refusing_long_names():
+                return int(resolved(COMMANDS[name].target)(words[1:]))
         if name == "--version":
             print(PROGRAM, VERSION)
             return 0

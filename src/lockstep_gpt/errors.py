@@ -1,6 +1,8 @@
 """What ends a command or a run in one line: a mistake, an event, or any exception."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lockstep_gpt.exits import Exit
 
@@ -33,6 +35,17 @@ class RunError(Exception):
     """An event, not a mistake, that ends a run, such as a full disk: one line, exit status 1."""
 
     status = Exit.FAILED
+
+
+@contextmanager
+def refusing_long_names() -> Iterator[None]:
+    """Raise a `UserError` for a name that is too long for a file system, in any setting."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UserError(f"{error.strerror}: {error.filename}; give a shorter name") from error
 
 
 class ReportedError(Exception):

@@ -2,6 +2,8 @@
 
 import pickle
 import select
+import subprocess
+import sys
 
 import pytest
 
@@ -21,6 +23,25 @@ def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tok
         root = str(tmp_path / f"{number}")
         folders.append(prepare(corpus(tokenizer=tokenizer, num_proc=number, root=root)))
     assert content(folders[0]) == content(folders[1]) == content(folders[2])
+
+
+POOL = """
+import resource, signal, sys
+from pathlib import Path
+from lockstep_gpt.data import encoding
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # semaphores are files in memory
+encoding._make_pool(2, Path())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="semaphores are files only on Linux")
+def test_a_system_without_semaphores_is_named_and_not_the_folder():
+    words = [sys.executable, "-c", POOL]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    line = result.stderr.splitlines()[-1]
+    assert "UserError: data.num_proc=2 needs semaphores, which the system refuses (" in line
+    assert line.endswith("make /dev/shm writable, or set data.num_proc=1")
 
 
 def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):

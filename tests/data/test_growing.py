@@ -1,6 +1,7 @@
 """A corpus that grows: only its new documents are tokenized."""
 
 import logging
+import os
 import re
 import shutil
 
@@ -9,9 +10,8 @@ import pytest
 
 from lockstep_gpt.data import build
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer
-from lockstep_gpt.data.growing import hashes_of
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.shards import hashes_of, load_index
 from lockstep_gpt.data.sources.jsonl import JsonLines
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
@@ -136,6 +136,54 @@ def test_tokens_of_another_tokenizer_are_not_copied(tmp_path, tokenized, bpe):
     tokenized.clear()
     prepare(settings(tmp_path, tokenizer=bpe))
     assert len([text for text in tokenized if text[:1].isdigit()]) == 80
+
+
+@pytest.mark.parametrize("file", ["train-00000.bin", "val-00000.bin", "val.hashes"])
+def test_a_damaged_byte_is_never_copied(file, tmp_path, tokenized, caplog):
+    add(tmp_path, 1, 2)
+    before = prepare(settings(tmp_path))
+    content_before = (before / file).read_bytes()
+    (before / file).write_bytes(bytes([content_before[0] ^ 1]) + content_before[1:])
+    tokenized.clear()
+    add(tmp_path, 3)
+    after = prepare(settings(tmp_path))
+    assert content(after) == content(prepare(settings(tmp_path, root="fresh")))
+    (warning,) = [line for line in caplog.messages if "SHA-256" in line]
+    assert warning.startswith(f"{before / file} does not match its SHA-256; delete the folder")
+    assert warning.endswith("; its tokens are not copied")
+
+
+def test_an_intact_state_is_copied_although_a_newer_one_is_damaged(tmp_path, tokenized):
+    add(tmp_path, 1)
+    oldest = prepare(settings(tmp_path))
+    add(tmp_path, 2)
+    newer = prepare(settings(tmp_path))
+    (newer / "train-00000.bin").write_bytes(b"x" * (newer / "train-00000.bin").stat().st_size)
+    os.utime(oldest, (1, 1))
+    tokenized.clear()
+    add(tmp_path, 3)
+    prepare(settings(tmp_path))
+    assert set(re.findall(rb"\d", b"".join(tokenized))) == {b"2", b"3"}
+
+
+def test_leftovers_with_damaged_hashes_are_not_continued(tmp_path, monkeypatch, caplog):
+    add(tmp_path, 1, 2, 3, lines=20_000)
+    append = build.SplitWriter.append
+
+    def stops(self, *arguments):
+        if self.full:
+            raise KeyboardInterrupt
+        append(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.SplitWriter, "append", stops)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(settings(tmp_path, shard_mb=1))
+    (hashes,) = tmp_path.glob("data/.*.unfinished/train.hashes")
+    hashes.write_bytes(hashes.read_bytes()[:-16])  # as after a power failure
+    after = prepare(settings(tmp_path, shard_mb=1))
+    assert "train.hashes does not match its SHA-256; starting over" in caplog.text
+    assert content(after) == content(prepare(settings(tmp_path, root="fresh", shard_mb=1)))
 
 
 @pytest.mark.parametrize("damage", ["hashes", "tokens", "index"])

@@ -70,7 +70,7 @@ def test_a_build_that_fails_or_was_killed_begins_again(tmp_path, monkeypatch, sm
     for name in ("train-00000.bin", "val-00003.bin"):
         (leftover / name).write_bytes(b"left")
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep_gpt.data.build.finish", lambda *_: 1 // 0)
+        patch.setattr("lockstep_gpt.data.build.refuse_empty_splits", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             prepare(small(tmp_path))
     assert not leftover.exists()
@@ -178,6 +178,32 @@ def test_verifying_finds_a_byte_that_changed(tmp_path, caplog, small):
         prepare(small(tmp_path), verify=True)
 
 
+@pytest.mark.parametrize("damage", ["emptied", "deleted", "changed", "grown"])
+def test_verifying_includes_the_hashes_of_documents(tmp_path, small, damage):
+    hashes = prepare(small(tmp_path)) / "train.hashes"
+    content = hashes.read_bytes()
+    if damage == "deleted":
+        hashes.unlink()
+    else:
+        changes = {"emptied": b"", "changed": b"x" + content[1:], "grown": content * 2}
+        hashes.write_bytes(changes[damage])
+    with pytest.raises(UserError, match=r"train\.hashes .*; delete the folder"):
+        prepare(small(tmp_path), verify=True)
+
+
+def test_verifying_a_folder_of_an_earlier_version_compares_the_size_of_hashes(tmp_path, small):
+    folder = prepare(small(tmp_path))
+    index = json.loads((folder / "index.json").read_text())
+    del index["sha256"]
+    for split in index["splits"].values():
+        del split["hashes_sha256"]
+    (folder / "index.json").write_text(json.dumps(index))
+    assert prepare(small(tmp_path), verify=True) == folder
+    (folder / "train.hashes").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.hashes has 0 bytes, not 16; delete the folder"):
+        prepare(small(tmp_path), verify=True)
+
+
 def test_the_command_verifies_existing_files(command, tmp_path):
     (tmp_path / "text").write_text("some words " * 1000)
     words = ["prepare", "data=text", "data.path=text", f"data.root={tmp_path / 'data'}"]
@@ -219,6 +245,33 @@ def test_named_tokens_are_not_rebuilt_from_another_corpus(corpus):
     near = corpus(fingerprint=load_index(folder).fingerprint[:8] + "0" * 56)
     with pytest.raises(UserError, match="was prepared from other data"):
         prepare(near)
+
+
+def test_a_missing_folder_is_named_also_if_the_corpus_is_away(corpus):
+    named = corpus(fingerprint="0" * 64)
+    shutil.rmtree(named.path)
+    line = rf"^{named.root}/text-00000000 is missing, and cannot be prepared again \(data\.path="
+    with pytest.raises(UserError, match=line) as caught:
+        prepare(named)
+    assert str(caught.value).endswith("or start a new run with data.fingerprint=null")
+
+
+LONG_NAMES = [
+    "data.root={}",
+    "data.tokenizer={}",
+    "data.path={}",
+    "data.val_path={}",
+    "data=huggingface data.path={}",
+]
+
+
+@pytest.mark.parametrize("words", LONG_NAMES)
+def test_a_name_that_is_too_long_is_one_line(command, tmp_path, words):
+    (tmp_path / "text").write_text("some words " * 1000)
+    given = words.format("a" * 300).split()
+    line = command("prepare", "data=text", "data.path=text", *given, status=2).stderr
+    assert "a" * 300 in line
+    assert line.count("\n") == 1
 
 
 @pytest.mark.parametrize("part", ["file", "file/below"])

@@ -9,6 +9,7 @@ import pytest
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
+    Shard,
     Split,
     check_block_size,
     check_content,
@@ -173,3 +174,44 @@ def test_a_block_longer_than_the_test_split_names_its_own_setting(share, hint):
     with pytest.raises(UserError, match="the test split has 8; set at most 7") as caught:
         check_block_size(index, 8)
     assert str(caught.value).endswith(f"give it more data{hint}")
+
+
+def test_any_changed_value_of_an_index_is_found(tmp_path):
+    shards(tmp_path, range(10), range(5), 100)
+    path = tmp_path / "index.json"
+    content = path.read_bytes()
+    expected = load_index(tmp_path)
+    for place in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            assert load_index(tmp_path) == expected  # another kind of white space
+    path.write_text(json.dumps(json.loads(content)))
+    assert load_index(tmp_path) == expected
+
+
+def test_an_index_without_its_own_hash_is_one_of_an_earlier_version(tmp_path):
+    expected = load_index(shards(tmp_path, range(10), range(5), 100))
+    values = json.loads((tmp_path / "index.json").read_text())
+    del values["sha256"]
+    for split in values["splits"].values():
+        del split["hashes_sha256"]
+    (tmp_path / "index.json").write_text(json.dumps(values))
+    assert load_index(tmp_path) == expected
+
+
+def test_tokens_that_cannot_be_read_are_named(tmp_path):
+    index = load_index(shards(tmp_path, range(10), range(5), 100))
+    path = tmp_path / "train-00000.bin"
+    size = path.stat().st_size
+    path.unlink()
+    path.mkdir()
+    named = Shard(path.name, path.stat().st_size, "")  # a folder of the size that is expected
+    assert size != named.tokens
+    index = replace(index, splits={**index.splits, "train": Split(named.tokens, shards=[named])})
+    write_index(tmp_path, index)
+    with pytest.raises(UserError, match=r"train-00000\.bin cannot be mapped \(Is a directory\)"):
+        open_split(tmp_path, "train")
+    with pytest.raises(UserError, match=r"train-00000\.bin cannot be read \(Is a directory\)"):
+        check_content(tmp_path, index)

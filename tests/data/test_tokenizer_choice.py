@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import sys
 from base64 import b64encode
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.data import rank_files, tokenizer_files
-from lockstep_gpt.data.byte_pairs import byte_characters
+from lockstep_gpt.data.byte_pairs import byte_characters, learn
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict, identity, make_tokenizer
@@ -447,3 +448,33 @@ def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):
     for name in ("bytes", "gpt2"):
         with pytest.raises(UserError, match=rf"has no effect with data\.tokenizer={name}; rem"):
             Text(tokenizer=name, vocab_size=300)
+
+
+def fault_of(name):
+    """Return the line that loading a tokenizer ends with; None: it succeeds."""
+    try:
+        identity(name)
+        make_tokenizer(name, None, ()).encode("some words")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("form", ["one file", "two files"])
+def test_any_damage_of_a_tokenizer_file_is_one_line(tmp_path, form):
+    learned = learn(["some words of text and more words " * 50], 300)
+    if form == "one file":
+        learned.save(str(tmp_path / "tokenizer.json"))
+    else:
+        learned.model.save(str(tmp_path))
+    files = sorted(path for path in tmp_path.iterdir() if path.is_file())
+    contents = [path.read_bytes() for path in files]
+    for seed in range(200):
+        draw = random.Random(seed)
+        number = draw.randrange(len(files))
+        damaged = bytearray(contents[number])
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        files[number].write_bytes(damaged)
+        line = fault_of(str(tmp_path))
+        assert line is None or (str(tmp_path) in line and "\n" not in line)
+        files[number].write_bytes(contents[number])

@@ -22,8 +22,14 @@ from tqdm import tqdm
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encode_corpus
 from lockstep_gpt.data.growing import HashWriter, earlier_state, remember
-from lockstep_gpt.data.recipe import Recipe, create_folder, finish, progress, splits_of
-from lockstep_gpt.data.shards import INDEX, Index
+from lockstep_gpt.data.recipe import (
+    Recipe,
+    create_folder,
+    progress,
+    refuse_empty_splits,
+    splits_of,
+)
+from lockstep_gpt.data.shards import HASH, INDEX, Index, hashes_of
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.errors import RunError, UserError
@@ -79,18 +85,17 @@ def _write(recipe: Recipe, folder: Path) -> None:
             full = [len(writer.full) for writer in writers.values()]
             if full != full_at_save:
                 full_at_save = full
-                hashes.sync()
-                _save(folder, index, writers)
+                _save(folder, index, writers, hashes)
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
             kind = recipe.source.kind
             raise UserError(f"data={kind} contains no text; choose a corpus that does")
-        hashes.sync()
         shutil.rmtree(folder / KNOWN, ignore_errors=True)
         if known:
             done = sum(writer.documents for writer in writers.values())
             logger.info("%s of %s documents are those of %s", f"{known:,}", f"{done:,}", earlier)
-        finish(recipe, folder, index, writers)
+        refuse_empty_splits(recipe, writers)
+        _save(folder, index, writers, hashes)
 
 
 def _find_earlier_state(recipe: Recipe, folder: Path, index: Index) -> Path | None:
@@ -102,8 +107,12 @@ def _find_earlier_state(recipe: Recipe, folder: Path, index: Index) -> Path | No
     return earlier
 
 
-def _save(folder: Path, index: Index, writers: dict[str, SplitWriter]) -> None:
-    splits = {name: writer.saved() for name, writer in writers.items()}
+def _save(folder: Path, index: Index, writers: dict[str, SplitWriter], hashes: HashWriter) -> None:
+    """Write the index, once everything that it names is on disk."""
+    splits = {
+        name: replace(writer.saved(), hashes_sha256=hashes.saved(name))
+        for name, writer in writers.items()
+    }
     shards.write_index(folder, replace(index, splits=splits))
 
 
@@ -144,8 +153,11 @@ def _remove_abandoned(root: Path) -> None:
 
 def cut_to_index(folder: Path, index: Index) -> None:
     """Cut off what a killed build wrote after its index."""
-    for shard in index.shards:
-        size = shard.tokens * np.dtype(index.dtype).itemsize
-        with contextlib.suppress(OSError):  # `check_sizes` reports a missing file
-            if (folder / shard.file).stat().st_size > size:
-                os.truncate(folder / shard.file, size)
+    itemsize = np.dtype(index.dtype).itemsize
+    sizes = {folder / shard.file: shard.tokens * itemsize for shard in index.shards}
+    for name, split in index.splits.items():
+        sizes[hashes_of(folder, name)] = split.documents * HASH
+    for path, size in sizes.items():
+        with contextlib.suppress(OSError):  # `check_content` reports a missing file
+            if path.stat().st_size > size:
+                os.truncate(path, size)

@@ -53,12 +53,11 @@ def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator
         with ThreadPoolExecutor(1, initializer=_make_encoder, initargs=(folder,)) as thread:
             yield from _results_in_order(thread, _encode, source, position, 1)
         return
-    spawn = multiprocessing.get_context("spawn")
     # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
     # than fits into a pipe would block the pool forever.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
-        ProcessPoolExecutor(processes, spawn, _start_process, (folder, os.getpid())) as executor,
+        _make_pool(processes, folder) as executor,
     ):
         encode = partial(_encode_to_file, blocks)
         try:
@@ -70,6 +69,23 @@ def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator
                 f"data.num_proc={processes}: a process was killed, perhaps for lack of memory; "
                 "lower it"
             ) from error
+
+
+def _make_pool(processes: int, folder: Path) -> ProcessPoolExecutor:
+    """Return a pool of processes, which are started when they are needed.
+
+    Raises:
+        UserError: the system refuses the semaphores of its queues.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        return ProcessPoolExecutor(processes, spawn, _start_process, (folder, os.getpid()))
+    except (OSError, NotImplementedError) as error:  # the latter: from a system without any
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"data.num_proc={processes} needs semaphores, which the system refuses ({reason}; on "
+            "Linux they are in /dev/shm); make /dev/shm writable, or set data.num_proc=1"
+        ) from error
 
 
 def _results_in_order(

@@ -7,8 +7,8 @@ for bit that of a build from nothing, and the earlier folder stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,22 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.shards import Index
+from lockstep_gpt.data.shards import HASH, Index, hashes_of
 from lockstep_gpt.data.sources.source import SPLITS
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.errors import UserError
 
-SIZE = 16  # bytes of a hash: no two of 2**40 documents share one, with a chance of 1 - 2**-49
+logger = logging.getLogger(__name__)
+
 PIECE = 1 << 20  # tokens that are searched at once
 # The files that `remember` writes.
 KEYS = "keys.npy"
 PLACES = "places.npy"
 FOLDER = "folder"
-
-
-def hashes_of(folder: Path, split: str) -> Path:
-    """Return the file with the hashes of a split's documents."""
-    return folder / f"{split}.hashes"
 
 
 class HashWriter:
@@ -42,22 +38,35 @@ class HashWriter:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
+        self._sums: dict[str, Any] = {}
         for name, split in index.splits.items():
             if hashes_of(folder, name).exists():
-                os.truncate(hashes_of(folder, name), split.documents * SIZE)
+                self._open(name).truncate(split.documents * HASH)
+                self._files[name].seek(0)
+                self._sums[name] = hashlib.file_digest(self._files[name], "sha256")
 
     def append(self, split: str, hashes: bytes) -> None:
         """Append the hashes of documents, if there are any: tokens without documents have none."""
-        if hashes and split not in self._files:
-            self._files[split] = hashes_of(self.folder, split).open("ab")
-        if hashes:
-            self._files[split].write(hashes)
+        if not hashes:
+            return
+        if split not in self._files:
+            self._open(split)
+        self._files[split].write(hashes)
+        self._sums[split].update(hashes)
 
-    def sync(self) -> None:
-        """Flush everything to disk, before an index says that it is there."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+    def _open(self, split: str) -> Any:
+        self._files[split] = hashes_of(self.folder, split).open("a+b")
+        self._sums[split] = hashlib.sha256()
+        return self._files[split]
+
+    def saved(self, split: str) -> str:
+        """Flush everything to disk and return the SHA-256 of a split's file; "" if it has none."""
+        if split not in self._files:
+            return ""
+        self._files[split].flush()
+        os.fsync(self._files[split].fileno())
+        digest: str = self._sums[split].hexdigest()
+        return digest
 
     def close(self) -> None:
         """Close the files."""
@@ -66,26 +75,22 @@ class HashWriter:
 
 
 def earlier_state(root: Path, source: str, index: Index) -> Path | None:
-    """Return the newest prepared folder of a source whose tokens `index`'s tokenizer made."""
+    """Return the newest prepared folder of a source whose tokens `index`'s tokenizer made.
+
+    Its files match their SHA-256: a new folder would give a damaged copy a SHA-256 that fits.
+    """
     folders = [
         path for path in root.glob(f"{source}-????????") if hashes_of(path, "train").exists()
     ]
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
-        with contextlib.suppress(UserError):  # a damaged one is not usable
+        try:
             other = shards.load_index(folder)
-            shards.check_sizes(folder, other)
-            if other.tokenizer == index.tokenizer and _has_all_hashes(folder, other):
+            if other.tokenizer == index.tokenizer:
+                shards.check_content(folder, other)
                 return folder
+        except UserError as error:
+            logger.warning("%s; its tokens are not copied", error)
     return None
-
-
-def _has_all_hashes(folder: Path, index: Index) -> bool:
-    for name, split in index.splits.items():
-        path = hashes_of(folder, name)
-        size = path.stat().st_size if path.exists() else 0
-        if size != split.documents * SIZE:
-            return False
-    return True
 
 
 def remember(folder: Path, end_of_text: int, place: Path) -> bool:
@@ -99,7 +104,7 @@ def remember(folder: Path, end_of_text: int, place: Path) -> bool:
     for split in SPLITS:
         if not hashes_of(folder, split).exists():
             continue
-        hashes = np.fromfile(hashes_of(folder, split), "<u8").reshape(-1, SIZE // 8)
+        hashes = np.fromfile(hashes_of(folder, split), "<u8").reshape(-1, HASH // 8)
         ends, count = _ends(folder, split, end_of_text)
         if len(ends) != len(hashes):
             return False
@@ -159,10 +164,10 @@ class Encoder:
 
     def encode(self, texts: Sequence[bytes]) -> Tokenized:
         """Return the ids of valid texts one after another, each followed by the end of text."""
-        hashes = b"".join(hashlib.blake2b(text, digest_size=SIZE).digest() for text in texts)
+        hashes = b"".join(hashlib.blake2b(text, digest_size=HASH).digest() for text in texts)
         if self.keys is None:
             return Tokenized(self.tokenizer.encode_documents(texts), hashes, 0)
-        wanted = np.frombuffer(hashes, "<u8").reshape(-1, SIZE // 8).T
+        wanted = np.frombuffer(hashes, "<u8").reshape(-1, HASH // 8).T
         rows = np.minimum(np.searchsorted(self.keys[0], wanted[0]), self.keys.shape[1] - 1)
         known = (self.keys[:, rows] == wanted).all(axis=0)
         if not known.any():

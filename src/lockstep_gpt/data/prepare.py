@@ -40,12 +40,7 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
     started = time.perf_counter()
     is_new = False
     if config.fingerprint is None or not folder_of(config).is_dir():
-        recipe = recipe_of(config)
-        if config.fingerprint not in (None, recipe.fingerprint):
-            raise UserError(
-                f"{folder_of(config)} is missing, and the corpus now gives other tokens; put the "
-                "folder back, or start a new run with data.fingerprint=null"
-            )
+        recipe = _recipe_of(config)
         config = replace(config, fingerprint=recipe.fingerprint)
         try:
             is_new = not recipe.folder.is_dir() and _build(recipe)
@@ -65,6 +60,23 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
         seconds = time.perf_counter() - started
         logger.info("%s %s in %.1f s", verb, describe(folder, index), seconds)
     return folder
+
+
+def _recipe_of(config: DataConfig) -> Recipe:
+    """Return the recipe of `config`; it must give the tokens that `data.fingerprint` names."""
+    if config.fingerprint is None:
+        return recipe_of(config)
+    folder = folder_of(config)
+    remedy = "put the folder back, or start a new run with data.fingerprint=null"
+    try:
+        recipe = recipe_of(config)
+    except UserError as error:
+        raise UserError(
+            f"{folder} is missing, and cannot be prepared again ({error}); {remedy}"
+        ) from error
+    if config.fingerprint != recipe.fingerprint:
+        raise UserError(f"{folder} is missing, and the corpus now gives other tokens; {remedy}")
+    return recipe
 
 
 def opened(config: DataConfig) -> Path:

@@ -147,8 +147,8 @@ def progress(recipe: Recipe, done: int = 0) -> tqdm[Any]:
     )
 
 
-def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, SplitWriter]) -> None:
-    """Write the index; raise a `UserError` if a split is empty."""
+def refuse_empty_splits(recipe: Recipe, writers: Mapping[str, SplitWriter]) -> None:
+    """Raise a `UserError` if a split has no tokens, or all have only ends of documents."""
     source = recipe.source
     if all(writer.tokens <= writer.documents for writer in writers.values()):  # only ends
         where = getattr(source, "path", None) or f"data={source.kind}"
@@ -166,8 +166,6 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
             f"data.{held_out}_fraction={fraction} leaves no tokens for the {name} split of "
             f"{source.kind}; {remedy}"
         )
-    splits = {name: writer.saved() for name, writer in writers.items()}
-    shards.write_index(folder, replace(index, splits=splits))
 
 
 def describe(folder: Path, index: Index) -> str:

@@ -5,8 +5,6 @@ vocabulary (one byte up to 256 tokens, two up to 65,536), so it can be memory-ma
 A large split has several files; all but the last have one size, in whole memory pages.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.data.mapped_files import map_files
+from lockstep_gpt.data.sealed_json import hash_of_file, read_sealed, write_sealed
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.whole_files import replace_text
 
 FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"
+HASH = 16  # bytes of a document's hash: no two of 2**40 share one, with a chance of 1 - 2**-49
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Split:
     documents: int = 0
     text_bytes: int = 0  # of the documents, for bits per byte; 0 if there is no text
     shards: list[Shard] = field(default_factory=list)
+    hashes_sha256: str = ""  # of `hashes_of`; "" without such a file, and in earlier versions
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,21 @@ class Index:
         return (self.splits[split].tokens - 1) // block_size
 
 
+def hashes_of(folder: Path, split: str) -> Path:
+    """Return the file with the hashes of a split's documents, `HASH` bytes each."""
+    return folder / f"{split}.hashes"
+
+
 def write_index(folder: Path, index: Index) -> None:
     """Write `index.json`; it replaces an older one once it is on disk."""
-    replace_text(folder / INDEX, json.dumps(asdict(index), indent=1))
+    write_sealed(folder / INDEX, asdict(index))
 
 
 def load_index(folder: Path) -> Index:
     """Read `index.json`; raise a `UserError` if it is missing, damaged, or in another format."""
     path = folder / INDEX
     try:
-        values = json.loads(path.read_bytes())
+        values = read_sealed(path)
         if values["format"] == FORMAT:
             splits = values.pop("splits")
             for split in splits.values():
@@ -116,12 +121,33 @@ def check_sizes(folder: Path, index: Index) -> None:
 
 
 def check_content(folder: Path, index: Index) -> None:
-    """Compare each token file with its SHA-256; raise a `UserError` if one differs."""
+    """Compare each file with its SHA-256; raise a `UserError` if one differs."""
     check_sizes(folder, index)
     for shard in index.shards:
-        with (folder / shard.file).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise unusable(folder / shard.file, "does not match its SHA-256")
+        _check_file(folder / shard.file, shard.sha256)
+    _check_hashes(folder, index)
+
+
+def _check_hashes(folder: Path, index: Index) -> None:
+    """Compare the hashes of documents; of those of earlier versions, only the size is known."""
+    any_exists = any(hashes_of(folder, name).exists() for name in index.splits)
+    for name, split in index.splits.items():
+        path = hashes_of(folder, name)
+        if split.hashes_sha256:
+            _check_file(path, split.hashes_sha256)
+        elif any_exists and split.documents:
+            size = path.stat().st_size if path.exists() else 0
+            if size != split.documents * HASH:
+                raise unusable(path, f"has {size:,} bytes, not {split.documents * HASH:,}")
+
+
+def _check_file(path: Path, sha256: str) -> None:
+    try:
+        is_same = hash_of_file(path) == sha256
+    except OSError as error:
+        raise unusable(path, f"cannot be read ({error.strerror})") from error
+    if not is_same:
+        raise unusable(path, "does not match its SHA-256")
 
 
 def unusable(path: Path, reason: str) -> UserError:
@@ -135,7 +161,11 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     check_sizes(folder, index)
     if len(index.splits[split].shards) > 1:
         return open_splits(folder, index, [split])[0]
-    return np.memmap(folder / index.splits[split].shards[0].file, index.dtype, mode="r")
+    path = folder / index.splits[split].shards[0].file
+    try:
+        return np.memmap(path, index.dtype, mode="r")
+    except OSError as error:
+        raise unusable(path, f"cannot be mapped ({error.strerror})") from error
 
 
 def open_splits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from lockstep_gpt.data import own_tokenizer
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer, byte_level, learn
 from lockstep_gpt.data.rank_files import from_ranks
+from lockstep_gpt.data.sealed_json import hash_of_file
 from lockstep_gpt.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -53,7 +53,11 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     ends = [vocabulary[end] for end in ENDS if end in vocabulary]
     values |= {"end_of_text": [*ends, 0][0], "json": tokenizer.to_str()}
     result = BytePairTokenizer(values)
-    if not ends or result.decode(result.encode(PROBE)) != PROBE:
+    try:
+        restores = result.decode(result.encode(PROBE)) == PROBE
+    except Exception as error:  # the library checks some of a file's values only here
+        raise _unloadable(name, error) from error
+    if not ends or not restores:
         raise UserError(
             f"data.tokenizer={name} lacks {END_OF_TEXT} or does not restore every text; use "
             "a byte-level one, such as GPT-2's"
@@ -97,21 +101,34 @@ def _loaded(name: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # the library doesn't have its own error class
-        raise UserError(
-            f"data.tokenizer={name} cannot be loaded ({error}); copy {files[0].name} again, or "
-            "give bytes, bpe, gpt2, a tokenizer.json, a folder with one or with vocab.json and "
-            "merges.txt, or a name on the hub"
-        ) from error
+        raise _unloadable(name, error) from error
+
+
+def _unloadable(name: str, error: Exception) -> UserError:
+    """Return the error for a tokenizer whose files can't be read, or are damaged."""
+    file = next((path.name for path in tokenizer_files(name)), "its files")
+    reason = " ".join(str(error).split())
+    return UserError(
+        f"data.tokenizer={name} cannot be loaded ({reason}); copy {file} again, or "
+        "give bytes, bpe, gpt2, a tokenizer.json, a folder with one or with vocab.json and "
+        "merges.txt, or a name on the hub"
+    )
 
 
 def identity(name: str, *sizes: int | None) -> list[Any]:
     """Return what determines the tokens: hashes of files, or the name.
 
     For `bpe` and for a class, which are trained, also the sizes; for a class, also its source.
+
+    Raises:
+        UserError: a file can't be read.
     """
     if names_class(name):
         return [name, own_tokenizer.source_hash(name), *sizes]
-    files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name)]
+    try:
+        files = [hash_of_file(path) for path in tokenizer_files(name)]
+    except OSError as error:
+        raise _unloadable(name, error) from error
     parts: list[Any] = [files or name]
     if name == BytePairTokenizer.kind:
         parts += sizes

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lockstep_gpt import PROGRAM, standard_streams, stop_signals
 from lockstep_gpt.config import LEVELS
-from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError, refusing_long_names
 from lockstep_gpt.launch import compose, launcher, resume, start, supervise
 from lockstep_gpt.launch.arguments import MULTIRUN
 
@@ -98,7 +98,8 @@ def _run_jobs(
         if start.is_sweep():
             print(f"job {len(results)}: {swept}", flush=True)
         try:
-            status, metric = job(composed)
+            with refusing_long_names():
+                status, metric = job(composed)
         except (UserError, RunError) as error:
             print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
             status = error.status

@@ -1,4 +1,7 @@
+import random
+
 import datasets
+import numpy as np
 import pytest
 
 from lockstep_gpt.data.prepare import prepare
@@ -200,3 +203,45 @@ def test_a_folder_is_prepared_whole(tmp_path):
     splits = load_index(prepare(config)).splits
     assert sum(split.documents for split in splits.values()) == len(TEXTS)
     assert sum(split.text_bytes for split in splits.values()) == len("".join(TEXTS).encode())
+
+
+def test_a_nul_in_a_row_is_named(tmp_path):
+    datasets.Dataset.from_dict({"text": ["good", "bad\0text"]}).save_to_disk(tmp_path / "rows")
+    with pytest.raises(UserError, match=r"rows of the corpus has a text with a NUL byte"):
+        texts(settings(tmp_path / "rows"))
+
+
+def fault_of(config):
+    """Return the line that reading ends with; None: it succeeds."""
+    try:
+        texts(config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_damaged_arrow_files_are_read_or_named(tmp_path):
+    saved(tmp_path / "rows")
+    (path,) = (tmp_path / "rows").glob("*.arrow")
+    content = path.read_bytes()
+    for seed in range(60):
+        draw = random.Random(seed)
+        damaged = bytearray(content)
+        place = draw.choice([draw.randrange(len(content)), draw.randrange(1200)])
+        damaged[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        line = fault_of(settings(tmp_path / "rows"))
+        assert line is None or (str(tmp_path / "rows") in line and "\n" not in line)
+
+
+@pytest.mark.parametrize("value", [0x7F, 0xFF])
+def test_an_offset_beyond_its_buffer_does_not_end_the_process(tmp_path, value):
+    saved(tmp_path / "rows")
+    (path,) = (tmp_path / "rows").glob("*.arrow")
+    content = bytearray(path.read_bytes())
+    offsets = np.cumsum([0, *(len(text.encode()) for text in TEXTS)], dtype="<i4").tobytes()
+    place = content.index(offsets) + 4 * 300
+    content[place + 3] = value  # of row 300: 2 GB later, or a negative one
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"rows cannot be read: .*; fix it, or choose another"):
+        texts(settings(tmp_path / "rows"))

@@ -1,3 +1,5 @@
+import random
+
 import fsspec
 import pyarrow
 import pyarrow.parquet
@@ -5,7 +7,7 @@ import pytest
 
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources.parquet import ParquetFiles
+from lockstep_gpt.data.sources.parquet import ParquetFiles, texts_in
 from lockstep_gpt.data.sources.source import Position, splits_of_texts
 from lockstep_gpt.errors import UserError
 
@@ -138,3 +140,40 @@ def test_the_command_knows_the_choice(command, tmp_path):
     output = command("prepare", *words, f"data.root={tmp_path / 'data'}").stdout
     assert output.startswith("prepared parquet: 1,000 documents")
     assert " val tokens; val has whole documents) in " in output
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
+def test_text_that_is_not_utf8_is_no_damage_in_any_type_of_column(kind):
+    same = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
+    column = pyarrow.array([b"caf\xe9", b"good"]).cast(same[kind]).view(kind)
+    assert texts_in(column) == [b"caf\xe9", b"good"]
+
+
+def test_a_nul_in_a_text_is_named_unless_the_tokenizer_has_it(tmp_path):
+    write(tmp_path / "a.parquet", {"text": ["good", "bad\0text"]})
+    with pytest.raises(UserError, match=r"a\.parquet of the corpus has a text with a NUL byte"):
+        texts(settings(tmp_path))
+    assert texts(settings(tmp_path, tokenizer="gpt2")) == ["good", "bad\0text"]
+
+
+def fault_of(source):
+    """Return the line that reading ends with; None: it succeeds."""
+    try:
+        texts(source)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_any_damage_is_read_or_named_in_one_line(tmp_path):
+    write(tmp_path / "a.parquet", {"text": TEXTS, "id": range(1000)}, row_group_size=300)
+    path = tmp_path / "a.parquet"
+    content = path.read_bytes()
+    for seed in range(100):
+        draw = random.Random(seed)
+        damaged = bytearray(content)
+        place = draw.choice([draw.randrange(len(content)), -draw.randrange(1, 600)])
+        damaged[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        line = fault_of(settings(path))
+        assert line is None or (str(path) in line and "\n" not in line)

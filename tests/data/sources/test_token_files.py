@@ -563,3 +563,45 @@ def test_a_tokenizer_of_another_size_is_rejected(tmp_path, tokenizer):
     line = rf"data\.vocab_size=50257 is not that of .*; set data\.vocab_size={tokenizer.vocab_size}"
     with pytest.raises(UserError, match=line):
         source.make_tokenizer()
+
+
+# Damage
+
+
+def flipped(path, seed):
+    """Flip bits of a file, mostly near its start, where headers are, or cut it off."""
+    draw = np.random.default_rng(seed)
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 8])):
+        place = draw.integers(min(len(content), draw.choice([60, len(content)])))
+        content[place] ^= 1 << draw.integers(8)
+    end = draw.choice([len(content), draw.integers(len(content))], p=[0.9, 0.1])
+    path.write_bytes(content[:end])
+
+
+def fault_of(source):
+    """Return the line that reading ends with; None: it succeeds."""
+    try:
+        tokens(source)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_damaged_files_are_read_or_named_in_one_line(tmp_path, writer):
+    for seed in range(40):
+        folder = tmp_path / str(seed)
+        writer(folder, [range(20), range(5, 300), range(40)])
+        files = sorted(folder.iterdir())
+        flipped(files[seed % len(files)], seed)
+        line = fault_of(corpus(folder))
+        assert line is None or "\n" not in line
+        assert line is None or any(str(path) in line for path in files)
+
+
+def test_an_index_of_lit_data_that_is_nested_too_deeply_is_named(tmp_path):
+    write_lit(tmp_path, [range(20)])
+    (tmp_path / "index.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"index\.json is not JSON; copy the folder again"):
+        tokens(corpus(tmp_path))

@@ -142,13 +142,17 @@ def test_data_without_documents_is_refused_and_leaves_no_run(command):
     assert not (command.folder / "none").exists()
 
 
-def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):
+def test_a_damaged_packing_is_one_line_before_ranks_start(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
     config = RunDirectory(command.folder / "run").load()
-    index = folder_within(folder_of(config.data), 32) / "index.json"
-    values = json.loads(index.read_text())
-    index.write_text("{")
+    packed = folder_within(folder_of(config.data), 32)
     words = [*words_for(lines), "max_steps=4", "run_dir=again"]
-    output = command.train(*words, status=2).stderr
-    assert "packed-32 is damaged; delete that folder" in output
-    index.write_text(json.dumps(values))
+    for name, place in (("index.json", b"windows"), ("train-starts.npy", b"shape")):
+        content = (packed / name).read_bytes()
+        (packed / name).write_bytes(content.replace(place, place.upper()))
+        output = command.train(*words, status=2).stderr
+        (packed / name).write_bytes(content)
+        assert f"{packed} is damaged" in output
+        assert "; delete that folder, and start again" in output
+        assert output.count("\n") == 1
+        assert not (command.folder / "again").exists()

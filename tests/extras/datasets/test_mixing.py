@@ -129,6 +129,17 @@ def test_all_sources_can_use_the_tokenizer_of_one(whose, corpora, tmp_path):
     assert kind == {"code": "bytes", "prose": "bpe"}[whose]
 
 
+def test_a_damaged_copy_of_a_tokenizer_is_replaced(corpora, tmp_path):
+    pytest.importorskip("tokenizers")
+    data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer_from="prose")
+    folder = prepare(data)
+    (copy,) = Path(data.root, "tokenizers").iterdir()
+    content = copy.read_bytes()
+    copy.write_bytes(content.replace(b"a", b"b", 1))
+    assert prepare(replace(data)) == folder
+    assert copy.read_bytes() == content
+
+
 def test_a_tokenizer_of_the_mixture_is_that_of_sources_that_name_none(corpora, single, tmp_path):
     pytest.importorskip("tokenizers")
     data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer="bpe")

@@ -86,9 +86,50 @@ def test_a_damaged_file_is_named_with_the_remedy(prepared, file, content):
         PackedWindows(prepared, "train", 16)
 
 
+FILES = ["index.json", "train-starts.npy", "train-lengths.npy", "val-first.npy"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_any_changed_byte_is_found_before_the_windows_are_used(prepared, file):
+    packed = pack(prepared, 16)
+    content = (packed / file).read_bytes()
+    for place in range(0, len(content), 11):
+        damaged = bytearray(content)
+        damaged[place] ^= 2
+        (packed / file).write_bytes(damaged)
+        with pytest.raises(
+            UserError, match=r"packed-16 is damaged.*; delete that folder"
+        ) as caught:
+            pack(prepared, 16)
+        assert "\n" not in str(caught.value)
+
+
+def test_windows_of_an_earlier_version_are_read(prepared):
+    packed = pack(prepared, 16)
+    expected = load(packed)
+    values = json.loads((packed / "index.json").read_text())
+    del values["sha256"]
+    del values["files"]
+    (packed / "index.json").write_text(json.dumps(values))
+    assert load(pack(prepared, 16)) == expected
+    content = (packed / "train-starts.npy").read_bytes()
+    (packed / "train-starts.npy").write_bytes(content.replace(b"'shape'", b"'shope'"))
+    with pytest.raises(UserError, match="packed-16 is damaged; delete that folder"):
+        pack(prepared, 16)
+
+
+def test_damaged_tokens_are_not_packed(prepared):
+    tokens = prepared / "train-00000.bin"
+    tokens.write_bytes(b"x" + tokens.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"train-00000\.bin does not match its SHA-256; delete the"):
+        pack(prepared, 16)
+    assert not folder_within(prepared, 16).exists()
+
+
 def test_files_of_another_format_are_refused(prepared):
     packed = pack(prepared, 16)
     values = json.loads((packed / "index.json").read_text())
+    del values["sha256"]
     (packed / "index.json").write_text(json.dumps({**values, "format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads 1"):
         load(packed)

@@ -16,6 +16,7 @@ from lockstep_gpt.data.sources.files import (
     identity_of,
     read_content,
 )
+from lockstep_gpt.data.sources.nul_bytes import refuse_binary
 from lockstep_gpt.data.sources.source import (
     BLOCK,
     DOCUMENTS,
@@ -23,7 +24,6 @@ from lockstep_gpt.data.sources.source import (
     Documents,
     Position,
     reading,
-    refuse_binary,
     split_of_name,
     splits_of_texts,
     to_utf8,

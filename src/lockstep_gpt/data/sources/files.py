@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from lockstep_gpt.data.sources.local_files import LocalFiles
 from lockstep_gpt.data.sources.source import BLOCK, reading
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
@@ -54,7 +55,7 @@ def find_files(
         may_lack: whether there may be none.
 
     Raises:
-        UserError: there are none, unless `may_lack`, or the file system can't be read.
+        UserError: there are none, unless `may_lack`, or a folder or a link can't be read.
     """
     import fsspec  # half of this module's import time, and not always needed
 
@@ -63,11 +64,8 @@ def find_files(
     with reading(f"{setting}={path}"):
         system, place = fsspec.url_to_fs(path)  # expands ~ too
         is_folder = system.isdir(place)
-        if is_folder or system.exists(place):
-            listed = system.find(place, detail=True)
-        else:
-            listed = system.glob(place, detail=True)
-        infos = [info or system.info(name) for name, info in listed.items()]  # HTTP: empty
+        is_here = "file" in system.protocol
+        infos = _listed(system, place, is_folder, is_here)
     if is_folder:
         base = place
         pattern = re.compile(rf"(?!\.|.*/\.).*{wanted}")  # none hidden
@@ -76,17 +74,41 @@ def find_files(
         pattern = re.compile("")
     files = []
     for info in infos:
-        if info["type"] != "file":
-            continue
         name = info["name"].removeprefix(base).lstrip("/")
-        if pattern.match(name):
+        if not pattern.match(name):
+            continue
+        if info["type"] == "other" and is_here:
+            raise _no_file(info["name"])
+        if info["type"] == "file":
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
     if not files and not may_lack:
         raise UserError(f"{setting}={path} matches no file; give a file, folder or glob")
     files.sort(key=lambda file: file.name)
-    opener = open if "file" in system.protocol else system.open
+    opener = open if is_here else system.open
     return Files(files, opener, split)
+
+
+def _listed(system: Any, place: str, is_folder: bool, is_here: bool) -> list[dict[str, Any]]:
+    """Return what a file system knows of each file in a folder, or that a path or glob matches."""
+    if is_folder and is_here:
+        return LocalFiles(system).in_folder(place)
+    exists = is_folder or system.exists(place)
+    if is_here and not exists:
+        return LocalFiles(system).of_glob(place)
+    if exists:
+        listed = system.find(place, detail=True)
+    else:
+        listed = system.glob(place, detail=True)
+    return [info or system.info(name) for name, info in listed.items()]  # HTTP: empty
+
+
+def _no_file(path: str) -> UserError:
+    """Return the error for what is in a corpus and can't be read: a FIFO may never end."""
+    return UserError(
+        f"{path} of the corpus is not a file, but a FIFO, a socket, or a device; remove it, or "
+        "name the files alone with a glob"
+    )
 
 
 def find_splits(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep_gpt.data.sources.files import find_files
+from lockstep_gpt.data.sources.nul_bytes import refuse_nul
 from lockstep_gpt.data.sources.parquet import texts_in
 from lockstep_gpt.data.sources.source import (
     Block,
@@ -98,6 +99,7 @@ class HuggingFaceRows(Documents):
                     column = table.column(self.field)
                     after = Position(part, after.offset + len(table), after.read + column.nbytes)
                     texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, self.path)
+                    refuse_nul(texts, self.tokenizer, f"data.path={self.path}")
                     yield Block(after, texts, self._splits(part, texts), invalid)
 
     def _splits(self, part: int, texts: list[bytes]) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar, NoReturn
+from typing import Any, BinaryIO, ClassVar, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def read_index(index: File, files: Mapping[str, File], opener: Opener) -> list[L
         content = raw.read()
     try:
         values = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         _refuse(index, "is not JSON", "copy the folder again")
     known = values if isinstance(values, dict) else {}
     config = known.get("config")
@@ -135,9 +135,9 @@ def _chunk(
     name = known.get("filename")
     items = known.get("chunk_size")
     tokens = known.get("dim")
-    if not isinstance(name, str) or not isinstance(items, int):
+    if not isinstance(name, str) or not _is_count(items):
         _refuse(index, "has a chunk without `filename` or `chunk_size`", "copy the folder again")
-    if not isinstance(tokens, int):
+    if not _is_count(tokens):
         _refuse(index, f"has no number of tokens (`dim`) for {name}", AGAIN)
     folder = index.path.removesuffix(INDEX)
     file = files.get(folder + name)
@@ -151,6 +151,10 @@ def _chunk(
             "copy the folder again"
         )
     return chunk
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and value >= 0
 
 
 def _refuse(index: File, fault: str, remedy: str) -> NoReturn:

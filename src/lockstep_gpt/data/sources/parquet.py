@@ -9,13 +9,22 @@ from typing import Any, ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.files import File
-from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, to_utf8
+from lockstep_gpt.data.sources.nul_bytes import refuse_nul
+from lockstep_gpt.data.sources.source import (
+    BLOCK,
+    Block,
+    Position,
+    reading,
+    to_utf8,
+)
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
+# The types that are the same memory.
+AS_BYTES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
 
 
 @dataclass
@@ -69,6 +78,7 @@ class ParquetFiles(PathDocuments):
 
     def _block(self, after: Position, column: Any, file: File) -> Block:
         texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, file.path)
+        refuse_nul(texts, self.tokenizer, file.path)
         if file.split:
             return Block(after, texts, [file.split] * len(texts), invalid)
         return Block(after, texts, self.splits_of(texts), invalid)
@@ -90,5 +100,13 @@ def check_column(schema: Any, column: str, path: str) -> None:
 
 
 def texts_in(column: Any) -> list[bytes]:
-    """Return the texts in an Arrow column of strings or bytes that aren't null or empty."""
+    """Return the texts in an Arrow column of strings or bytes that aren't null or empty.
+
+    Raises:
+        ValueError: the column is damaged: reading where its offsets point would end the process.
+    """
+    for part in getattr(column, "chunks", [column]):
+        # As bytes: `data.invalid_utf8` decides what happens with text that isn't UTF-8.
+        kind = AS_BYTES.get(str(part.type), part.type)
+        part.view(kind).validate(full=True)
     return list(filter(None, column.cast("binary").to_pylist()))

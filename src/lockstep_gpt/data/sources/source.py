@@ -19,6 +19,7 @@ import numpy as np
 
 from lockstep_gpt.data import order, tokenizer_choice
 from lockstep_gpt.data.data_settings import DataConfig
+from lockstep_gpt.data.sources.nul_bytes import refuse_nul
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import setting
@@ -204,6 +205,7 @@ class Documents(Source):
     def block_of(self, after: Position, texts: list[bytes], place: str) -> Block:
         """Return the block of these documents, of which `place` says where they are from."""
         documents, invalid = to_utf8([text for text in texts if text], self.invalid_utf8, place)
+        refuse_nul(documents, self.tokenizer, place)
         return Block(after, documents, self.splits_of(documents), invalid)
 
 
@@ -262,6 +264,9 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         line = " ".join(reason.split())
+        part = getattr(error, "filename", None)
+        if isinstance(part, str) and part not in path:
+            line = f"{part}: {line}"
         raise UserError(
             f"{path} cannot be read: {line}; fix it, or choose another corpus"
         ) from error
@@ -291,9 +296,3 @@ def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], in
     if invalid and policy == "replace":
         return [text.decode("utf-8", "replace").encode() for text in texts], invalid
     return good, invalid
-
-
-def refuse_binary(piece: bytes, path: str) -> None:
-    """Raise a `UserError` if a piece of a file contains NUL bytes, as binary data and UTF-16 do."""
-    if b"\0" in piece:
-        raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")

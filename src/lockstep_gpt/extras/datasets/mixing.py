@@ -109,7 +109,7 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
     if "json" in values:
         digest = hashlib.sha256(values["json"].encode()).hexdigest()[:8]
         path = Path(config.root).expanduser() / "tokenizers" / f"{digest}.json"
-        if not path.is_file():
+        if not _has(path, values["json"].encode()):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, values["json"])
         name = str(path)
@@ -119,6 +119,14 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
     settings = {"tokenizer": name, "vocab_size": size}
     changes = {name: value for name, value in settings.items() if name in defaults}
     return cast(DataConfig, replace(config, **changes))
+
+
+def _has(path: Path, content: bytes) -> bool:
+    """Return whether a file has this content: an earlier copy may be damaged."""
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
 
 
 def _sum(indexes: Collection[Index], name: str) -> Split:

@@ -6,18 +6,18 @@ A mixture's folder has splits such as `code/train`; each is packed by itself.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.sealed_json import hash_of_file, read_sealed, write_sealed
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.best_fit import (
@@ -27,7 +27,7 @@ from lockstep_gpt.extras.datasets.best_fit import (
     windows_of,
 )
 from lockstep_gpt.settings import counted
-from lockstep_gpt.whole_files import replace_text, replacing, sync_folder
+from lockstep_gpt.whole_files import replacing, sync_folder
 
 if TYPE_CHECKING:
     from lockstep_gpt.data.windows import Windows
@@ -93,7 +93,21 @@ def pack(folder: Path, block_size: int) -> Path:
                 f"{folder} cannot be written ({error.strerror}); packing=documents keeps its "
                 "windows there, so make room, or permit it"
             ) from error
+    check(packed)
     return packed
+
+
+def check(packed: Path) -> None:
+    """Compare each file with its SHA-256, or raise a `UserError`; they are far below the tokens."""
+    for split in load(packed):
+        open_pieces(packed, split)  # of a folder that an earlier version wrote, without SHA-256
+    for name, sha256 in _index(packed).get("files", {}).items():
+        try:
+            is_same = hash_of_file(packed / name) == sha256
+        except OSError as error:
+            raise _unusable(packed, f"has {name}, which cannot be read") from error
+        if not is_same:
+            raise _unusable(packed, f"is damaged: {name} does not match its SHA-256")
 
 
 def _write(folder: Path, packed: Path, block_size: int) -> None:
@@ -121,8 +135,11 @@ def _write(folder: Path, packed: Path, block_size: int) -> None:
 
 def _write_splits(folder: Path, unfinished: Path, block_size: int) -> dict[str, Packed]:
     end = end_of_text(folder, SETTING)
+    index = shards.load_index(folder)
+    shards.check_content(folder, index)  # these windows stay when damaged tokens are repaired
     facts_of_splits = {}
-    for split, content in shards.load_index(folder).splits.items():
+    files = {}
+    for split, content in index.splits.items():
         if not content.shards:  # of a mixture: the sum over its sources
             continue
         ends = ends_of_documents(np.asarray(shards.open_split(folder, split)), end)
@@ -130,11 +147,12 @@ def _write_splits(folder: Path, unfinished: Path, block_size: int) -> dict[str, 
         starts, lengths, first, facts = windows_of(ends, block_size)
         facts_of_splits[split] = facts
         for name, values in (("starts", starts), ("lengths", lengths), ("first", first)):
-            with replacing(_file(unfinished, split, name)) as file:
+            path = _file(unfinished, split, name)
+            with replacing(path) as file:
                 np.save(file, values)
+            files[path.name] = hash_of_file(path)
     splits = {name: asdict(facts) for name, facts in facts_of_splits.items()}
-    index = {"format": FORMAT, "splits": splits}
-    replace_text(unfinished / INDEX, json.dumps(index, indent=1))
+    write_sealed(unfinished / INDEX, {"format": FORMAT, "splits": splits, "files": files})
     return facts_of_splits
 
 
@@ -144,13 +162,20 @@ def _file(packed: Path, split: str, name: str) -> Path:
 
 def load(packed: Path) -> dict[str, Packed]:
     """Return what each split's windows consist of, or raise a `UserError`."""
+    values = _index(packed)
     try:
-        values = json.loads((packed / INDEX).read_bytes())
         if values["format"] == FORMAT:
             return {name: Packed(**facts) for name, facts in values["splits"].items()}
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unusable(packed, "is damaged") from error
     raise _unusable(packed, f"has format {values['format']}, this version reads {FORMAT}")
+
+
+def _index(packed: Path) -> dict[str, Any]:
+    try:
+        return read_sealed(packed / INDEX)
+    except (OSError, ValueError) as error:
+        raise _unusable(packed, "is damaged") from error
 
 
 def describe_training_windows(packed: dict[str, Packed]) -> str:
@@ -172,8 +197,10 @@ def open_pieces(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32
     try:
         names = ("starts", "lengths", "first")
         arrays = [np.load(_file(packed, split, name), mmap_mode="r") for name in names]
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # NumPy raises any error for a damaged header
         raise _unusable(packed, "is damaged") from error
+    if [array.ndim for array in arrays] != [1, 1, 1]:
+        raise _unusable(packed, "is damaged")
     if [len(array) for array in arrays] != [facts.pieces, facts.pieces, facts.windows + 1]:
         raise _unusable(packed, "is damaged")
     starts, lengths, first = arrays
