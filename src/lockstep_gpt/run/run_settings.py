@@ -38,3 +38,8 @@ class GuardConfig(Checked):
     stall_after: float | None = setting(
         "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
     )
+    tracker_seconds: float = setting(
+        "seconds that a tracker, such as wandb, may take for a call until the run drops it",
+        60.0,
+        above=0,
+    )
