@@ -110,15 +110,16 @@ class TrackerGuard:
     def _drop(self, action: str, reason: str, step: int | None) -> None:
         """Warn once, and never call the tracker again."""
         self.dropped = True
-        if action == "start":
-            loss = "does not record this run"
-        elif step is None:
-            loss = "no longer records this run"
-        else:
-            loss = f"no longer records this run, from step {step} on"
-        rows = self.directory.metrics
-        line = f"{self.name} {loss} ({action}: {reason}); {rows} has every row"
         remedy = self._clean_up()
+        place = ""
+        if step is not None:
+            place = f", from step {step} on"
+        line = f"{self.name} no longer records this run{place} ({action}: {reason})"
+        line += ", and may lack earlier rows"
+        if action == "start":
+            line = f"{self.name} does not record this run ({reason})"
+            remedy = ""
+        line += f"; {self.directory.metrics} has every row"
         if remedy:
             line += f"; {remedy}"
         logger.warning("%s", line)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
+INIT_SECONDS = 30.0  # for the server's answer at the start
 WATCHED = (None, "gradients", "parameters", "all")
 # What wandb shows for a metric in its table of runs, instead of the last value.
 SUMMARIES = {
@@ -83,8 +84,12 @@ class WandbRun(WandbLogger, TrackedRun):
                 f"logger.wandb.log_model=true uploads to wandb, but this run is {mode}; log in "
                 "with `wandb login`, or keep copies with checkpoint.copy_to"
             )
+        seconds = INIT_SECONDS
+        if guard is not None:
+            seconds = min(seconds, guard.seconds / 2)  # then there is time to start offline
         run = start_run(
             mode,
+            seconds,
             dir=str(directory.path.absolute()),  # wandb's process may have another working folder
             id=id_of(directory),
             resume="allow",
@@ -178,9 +183,9 @@ def decide_mode(mode: str) -> Any:
     return "online" if logged_in else "offline"
 
 
-def start_run(mode: Any, **arguments: Any) -> Run:
-    """Start or resume a wandb run; one that cannot reach the server logs offline."""
-    quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
+    """Start or resume a wandb run; one that can't reach the server in `seconds` logs offline."""
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=seconds)
     try:
         return wandb.init(mode=mode, settings=quiet, **arguments)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
@@ -190,7 +195,10 @@ def start_run(mode: Any, **arguments: Any) -> Run:
             "logger.wandb.mode=auto, which logs offline without an account"
         ) from None
     except wandb.errors.CommError as error:
-        logger.warning("wandb cannot be reached (%s); logging offline", error)
+        reason = " ".join(str(error).split())
+        logger.warning("wandb cannot be reached (%s); logging offline", reason)
+        with contextlib.suppress(SystemExit):  # of its process, which it ends like this one
+            wandb.teardown()  # it would take the same run for a second one
         return wandb.init(mode="offline", settings=quiet, **arguments)
 
 
