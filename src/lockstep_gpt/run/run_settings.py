@@ -39,7 +39,8 @@ class GuardConfig(Checked):
         "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
     )
     tracker_seconds: float = setting(
-        "seconds that a tracker, such as wandb, may take for a call until the run drops it",
-        60.0,
+        "seconds for a call of a tracker, such as wandb, until the run goes on without it; at most "
+        "half of launch.grace_seconds and of guard.stall_after",
+        30.0,
         above=0,
     )

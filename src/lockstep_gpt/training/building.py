@@ -113,10 +113,14 @@ def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) 
 
 
 def seconds_of_trackers(config: Config) -> float:
-    """Return the limit of a call: a tracker that hangs must not look like a run that does."""
-    if config.guard.stall_after is None:
-        return config.guard.tracker_seconds
-    return min(config.guard.tracker_seconds, config.guard.stall_after / 2)
+    """Return the limit of a call.
+
+    A tracker that hangs must not look like a run that does, or take the time for a last save.
+    """
+    limits = [config.guard.tracker_seconds, config.launch.grace_seconds / 2]
+    if config.guard.stall_after is not None:
+        limits.append(config.guard.stall_after / 2)
+    return min(limits)
 
 
 def build_checkpoints(directory: RunDirectory, module: GPTModule) -> Checkpoints:

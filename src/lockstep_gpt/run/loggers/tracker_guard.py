@@ -10,6 +10,7 @@ import contextvars
 import inspect
 import logging
 import queue
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from lockstep_gpt.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
+REASON_LENGTH = 300  # characters; MLflow's errors have whole statements of SQL
 ABANDON_SECONDS = 5.0  # for a tracker to clean up after its failure
 SILENT = DummyLogger()  # takes any call, like its `experiment`
 
@@ -73,9 +75,10 @@ class TrackerGuard:
             return None
         _adopt(context)
         if error is not None:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            reason = textwrap.shorten(reason, REASON_LENGTH, placeholder=" ...")
             logger.debug("%s failed", self.name, exc_info=error)
-            self._drop(action, reason.removesuffix(":"), step_of(args, kwargs))
+            self._drop(action, reason, step_of(args, kwargs))
             return None
         return outcome.result()
 

@@ -86,7 +86,7 @@ class WandbRun(WandbLogger, TrackedRun):
             )
         seconds = INIT_SECONDS
         if guard is not None:
-            seconds = min(seconds, guard.seconds / 2)  # then there is time to start offline
+            seconds = min(seconds, 0.75 * guard.seconds)  # the rest is for a start offline
         run = start_run(
             mode,
             seconds,
