@@ -154,19 +154,19 @@ class Guarded:
     """
 
     def __init__(self, target: Any, guard: TrackerGuard, kind: type) -> None:
-        vars(self).update(_target=target, _guard=guard, _kind=kind)
+        vars(self).update(guarded_target=target, guarded_by=guard, guarded_kind=kind)
 
     @property
     def __class__(self) -> type:  # `isinstance` finds a `WandbLogger` among the Trainer's loggers
-        return vars(self)["_kind"]  # type: ignore[no-any-return]
+        return vars(self)["guarded_kind"]  # type: ignore[no-any-return]
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        vars(self)["_kind"] = kind
+        vars(self)["guarded_kind"] = kind
 
     def __getattr__(self, name: str) -> Any:
-        guard: TrackerGuard = vars(self)["_guard"]
-        target = vars(self)["_target"]
+        guard: TrackerGuard = vars(self)["guarded_by"]
+        target = vars(self)["guarded_target"]
         if isinstance(getattr(type(target), name, None), property):
             value = guard.call(name, getattr, target, name)  # `experiment` may start the tracker
         else:
@@ -180,7 +180,7 @@ class Guarded:
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_target"], name, value)
+        setattr(vars(self)["guarded_target"], name, value)
 
 
 def step_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
