@@ -54,7 +54,9 @@ def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(command, client):
 
 
 @pytest.mark.parametrize("damage", ["", "0" * 32])  # a torn file; a run that was deleted
-def test_an_id_that_leads_nowhere_gives_way_to_a_new_run(tmp_path, store, damage):
+def test_an_id_that_leads_nowhere_gives_way_to_a_new_run(tmp_path, store, monkeypatch, damage):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)  # MLflow sets it, also for later tests
+
     def start():
         config = {"run_name": "mine"}
         settings = {"experiment": "e", "tracking_uri": store, "tags": {}}

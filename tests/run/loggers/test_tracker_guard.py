@@ -207,6 +207,7 @@ def tensorboard_run(folder):
 def test_a_full_disk_of_a_tracker_ends_no_run(full_disk, start, warnings_of, monkeypatch, kind):
     folder, fill = full_disk
     monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it, also for later tests
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     guarded = start(kind, folder)
     guarded.log_metrics({"loss": 1.0}, 1)
