@@ -65,3 +65,15 @@ def test_a_process_whose_parent_has_ended_already_ends_at_once():
         [sys.executable, "-c", CHILD, str(gone.pid)], stdout=subprocess.PIPE, timeout=240
     )
     assert (child.returncode, child.stdout) == (-signal.SIGKILL, b"")
+
+
+def test_exit_handlers_that_hang_do_not_keep_a_process_with_trackers():
+    lines = (
+        "import atexit, threading",
+        "from lockstep_gpt.processes import end_process, limit_exit",
+        "atexit.register(threading.Event().wait)",
+        "limit_exit(0.2)",
+        "end_process(3)",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=240)
+    assert ended.returncode == 3

@@ -19,6 +19,7 @@ from lockstep_gpt.python_patches import run_exit_handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+_exit_seconds: float | None = None  # None: exit handlers may take any time
 
 
 def invocation() -> str:
@@ -61,11 +62,21 @@ def end_process(status: int) -> NoReturn:
     order, which takes forever if another machine has vanished silently.
     """
     if status != Exit.LOST_PEERS:
+        if _exit_seconds is not None:
+            end = threading.Timer(_exit_seconds, os._exit, [status])
+            end.daemon = True
+            end.start()
         run_exit_handlers()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # missing, broken, or closed
             stream.flush()
     os._exit(status)
+
+
+def limit_exit(seconds: float) -> None:
+    """Let exit handlers and remaining threads take `seconds` at most: a tracker's may hang."""
+    global _exit_seconds
+    _exit_seconds = seconds
 
 
 def end_with_parent(parent: int) -> None:

@@ -38,3 +38,9 @@ class GuardConfig(Checked):
     stall_after: float | None = setting(
         "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
     )
+    tracker_seconds: float = setting(
+        "seconds for a call of a tracker, such as wandb, until the run goes on without it; at most "
+        "half of launch.grace_seconds and of guard.stall_after",
+        30.0,
+        above=0,
+    )

@@ -3,7 +3,8 @@
 import inspect
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,12 +20,14 @@ from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.processes import limit_exit
 from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
 from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.module import GPTModule
@@ -33,11 +36,18 @@ from lockstep_gpt.training.schedule import BatchPlan
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build a `_target_` node with what it accepts of `known`, or raise a `UserError`."""
+    accepted = inspect.signature(target_of(node)).parameters
+    arguments = {name: known[name] for name in accepted if name in known}
     try:
-        target = get_method(node["_target_"])
-        accepted = inspect.signature(target).parameters
-        arguments = {name: known[name] for name in accepted if name in known}
         return deferred(node)(**arguments)
+    except (InstantiationException, TypeError, ImportError) as error:
+        raise mistake(error) from error
+
+
+def target_of(node: dict[str, Any]) -> Callable[..., Any]:
+    """Return what a `_target_` node names, or raise a `UserError`."""
+    try:
+        return get_method(node["_target_"])
     except (InstantiationException, TypeError, ImportError) as error:
         raise mistake(error) from error
 
@@ -76,7 +86,7 @@ def build_guards(
 
 
 def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) -> list[Logger]:
-    """Build the chosen loggers; ours get the run and its derived values."""
+    """Build the chosen loggers, which can't end the run; ours get the run and derived values."""
     derived = {
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
@@ -87,11 +97,28 @@ def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) 
     }
     values = {**directory.values(), **derived}
     known = {"directory": directory, "config": values, "model": module.model}
-    loggers = [build(node, known) for node in module.config.logger.values()]
-    for logger in loggers:
+    seconds = seconds_of_trackers(module.config)
+    loggers = []
+    for name, node in module.config.logger.items():
+        guard = TrackerGuard(name, seconds, directory)
+        logger = guard.start(target_of(node), partial(build, node, {**known, "guard": guard}))
         if not isinstance(logger, TrackedRun):  # which got them at its start
             logger.log_hyperparams(values)
+        loggers.append(logger)
+    if loggers:
+        limit_exit(seconds)
     return loggers
+
+
+def seconds_of_trackers(config: Config) -> float:
+    """Return the limit of a call.
+
+    A tracker that hangs must not look like a run that does, or take the time for a last save.
+    """
+    limits = [config.guard.tracker_seconds, config.launch.grace_seconds / 2]
+    if config.guard.stall_after is not None:
+        limits.append(config.guard.stall_after / 2)
+    return min(limits)
 
 
 def build_checkpoints(directory: RunDirectory, module: GPTModule) -> Checkpoints:

@@ -8,7 +8,7 @@ from lightning import Trainer
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import InSummary
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracking import tracked_runs
+from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
 
 
 def status_of(trainer: Trainer) -> str:
@@ -31,11 +31,10 @@ def write_summary(
     directory: RunDirectory, status: str, trainer: Trainer, more: dict[str, Any]
 ) -> None:
     """Write `summary.json`: how the run ended, what callbacks add, and `more`."""
-    wandb_id = directory.wandb_id.read_text() if directory.wandb_id.exists() else None
     summary = {
         "status": status,
         "step": trainer.global_step,
-        "wandb_run_id": wandb_id,
+        "wandb_run_id": read_id(directory.wandb_id, WANDB_ID),
     }
     directory.write_summary({**summary, **summary_of_callbacks(trainer), **more})
 
@@ -58,7 +57,7 @@ def last_lines(
         f"{invocation()} evaluate {directory.path}",
     ]
     for run in tracked_runs(trainer.loggers):
-        commands += run.next_commands()
+        commands += run.next_commands() or []  # None from a tracker that failed
     next_commands = "\n".join(f"  {command}" for command in commands)
     return f"""
 {status} in {time.perf_counter() - started:.0f} s: {result}

@@ -4,6 +4,9 @@ import csv
 
 import pytest
 
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.mlflow_runs import MLflowRun
+
 # From libraries that MLflow uses.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -13,6 +16,12 @@ def client(command):
     from mlflow import MlflowClient
 
     return MlflowClient(f"sqlite:///{command.folder}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A database; making one takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
 def the_run(client):
@@ -42,6 +51,23 @@ def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(command, client):
         logged = [(int(row["trainer/step"]), float(row[name])) for row in rows if row[name]]
         assert history(client, run, name) == logged
         assert logged[-1][0] == 30
+
+
+@pytest.mark.parametrize("damage", ["", "0" * 32])  # a torn file; a run that was deleted
+def test_an_id_that_leads_nowhere_gives_way_to_a_new_run(tmp_path, store, monkeypatch, damage):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)  # MLflow sets it, also for later tests
+
+    def start():
+        config = {"run_name": "mine"}
+        settings = {"experiment": "e", "tracking_uri": store, "tags": {}}
+        return MLflowRun(directory=RunDirectory(tmp_path), config=config, **settings).run_id
+
+    first = start()
+    assert start() == first
+    (tmp_path / "mlflow_run_id").write_text(damage)
+    second = start()
+    assert second not in (first, damage)
+    assert start() == second
 
 
 def test_a_failed_run_is_marked_as_failed(command, client):

@@ -5,7 +5,13 @@ import sys
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
+from lockstep_gpt.run.loggers.tracking import (
+    WANDB_ID,
+    TrackedRun,
+    git_state,
+    known_id,
+    tracked_runs,
+)
 from lockstep_gpt.run.loggers.trackio_runs import TrackioRun
 from lockstep_gpt.run.loggers.wandb_run import WandbRun
 
@@ -27,6 +33,19 @@ def test_the_state_of_git_names_the_commit_and_whether_files_differ(tmp_path):
     assert git_state(tmp_path) == {"git_revision": git("rev-parse", "HEAD"), "git_dirty": False}
     (tmp_path / "new").touch()
     assert git_state(tmp_path)["git_dirty"] is True
+
+
+def test_an_id_is_read_back_unless_its_file_is_damaged(tmp_path, caplog):
+    path = tmp_path / "id"
+    assert known_id(path, WANDB_ID) is None
+    path.write_text("ab12cd34")
+    assert known_id(path, WANDB_ID) == "ab12cd34"
+    assert caplog.messages == []
+    for damaged in (b"", b" ", b"a/b", b"ab\n", b"\0" * 8, b"\xff\xfe", b"a" * 65):
+        path.write_bytes(damaged)
+        caplog.clear()
+        assert known_id(path, WANDB_ID) is None
+        assert caplog.messages == [f"{path} is damaged; the tracker gets a new run"]
 
 
 @pytest.mark.parametrize(

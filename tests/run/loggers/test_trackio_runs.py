@@ -7,6 +7,9 @@ import sqlite3
 
 import pytest
 
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.trackio_runs import TrackioRun
+
 
 @pytest.fixture
 def train(command):
@@ -73,6 +76,23 @@ def test_a_second_run_with_the_same_name_is_another_run(train, read):
     assert first == third == ("mine", first[1])
     assert second[0].startswith("mine-")
     assert second[1] != first[1]
+
+
+def test_a_torn_name_gives_way_to_that_of_a_new_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def start():
+        config = {"run_name": "mine"}
+        run = TrackioRun(directory=RunDirectory(tmp_path), config=config, project="p", group=None)
+        run.close("done")
+        return run.version
+
+    assert start() == start() == "mine"
+    (tmp_path / "trackio_run").write_text("")
+    second = start()
+    assert second.startswith("mine-")
+    assert start() == second
 
 
 def test_a_failed_run_is_marked_as_failed_and_sends_an_alert(command, train, read):

@@ -7,7 +7,7 @@ import yaml
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import sum_path
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.wandb_run import WandbRun
+from lockstep_gpt.run.loggers.wandb_run import WandbRun, id_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -176,6 +176,16 @@ def test_impossible_settings_are_rejected_before_a_run_starts(tmp_path, settings
     with pytest.raises(UserError, match=line):
         WandbRun(directory=RunDirectory(tmp_path), config={}, model=None, **{**usual, **settings})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_id_gives_way_to_a_new_one_that_stays(tmp_path):
+    directory = RunDirectory(tmp_path)
+    first = id_of(directory)
+    assert id_of(directory) == first
+    directory.wandb_id.write_bytes(b"")
+    second = id_of(directory)
+    assert second != first
+    assert id_of(directory) == directory.wandb_id.read_text() == second
 
 
 def test_an_unknown_setting_is_one_line(command):

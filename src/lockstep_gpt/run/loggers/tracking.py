@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,7 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.loggers import Logger
 
+logger = logging.getLogger(__name__)
+
 ENDED_WELL = ("done", "stopped early")
+WANDB_ID = r"[^/\\#?%:\s\x00-\x1f\x7f-\x9f]{1,64}"  # what wandb accepts
 
 
 @runtime_checkable
@@ -35,7 +40,34 @@ class TrackedRun(Protocol):
 
 def tracked_runs(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:
     """Yield the tracked runs among `loggers`."""
-    return (logger for logger in loggers if isinstance(logger, TrackedRun))
+    return (run for run in loggers if isinstance(run, TrackedRun))
+
+
+def read_id(path: Path, pattern: str) -> str | None:
+    """Return the id that a tracker's run has in the file `path`.
+
+    Args:
+        path: the file.
+        pattern: what an id looks like.
+
+    Returns:
+        None without a file, or if a crash or a damaged disk has left something else in it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if re.fullmatch(pattern, text) is None:
+        return None
+    return text
+
+
+def known_id(path: Path, pattern: str) -> str | None:
+    """Return the id as `read_id` does; warn if there is a file without one."""
+    known = read_id(path, pattern)
+    if known is None and path.exists():
+        logger.warning("%s is damaged; the tracker gets a new run", path)
+    return known
 
 
 def git_state(folder: Path) -> dict[str, Any]:

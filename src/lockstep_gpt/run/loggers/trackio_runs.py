@@ -14,9 +14,12 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.processes import tool
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
+from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun, known_id
+from lockstep_gpt.whole_files import replace_text
 
 logger = logging.getLogger(__name__)
+
+RUN_NAME = r"[^\x00-\x1f\x7f]+"  # one line
 
 
 class TrackioRun(Logger, TrackedRun):
@@ -45,21 +48,24 @@ class TrackioRun(Logger, TrackedRun):
         super().__init__()
         self.trackio = import_optional("logger=trackio", "trackio", "trackio")
         name_file = directory.path / "trackio_run"
-        resume = "allow" if name_file.exists() else "never"
+        name = known_id(name_file, RUN_NAME)
+        resume = "allow"
         try:
-            if not name_file.exists():
-                name_file.write_text(self._unused_name(project, config["run_name"]))
+            if name is None:
+                name = self._unused_name(project, config["run_name"])
+                resume = "never"
+                replace_text(name_file, name)
             self.project = project
             with self._quiet():
                 self.experiment = self.trackio.init(
                     project=project,
-                    name=name_file.read_text(),
+                    name=name,
                     group=group,
                     config=config,
                     resume=resume,
                     **arguments,
                 )
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"logger.trackio.project={project} is rejected by trackio: {reason}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -16,9 +18,12 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import tool
 from lockstep_gpt.run.checkpoint import files_of
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
+from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
+from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
+from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service
 from lockstep_gpt.run.metrics_rows import STEP
 from lockstep_gpt.settings import check_choice
+from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
+INIT_SECONDS = 30.0  # for the server's answer at the start
 WATCHED = (None, "gradients", "parameters", "all")
 # What wandb shows for a metric in its table of runs, instead of the last value.
 SUMMARIES = {
@@ -49,6 +55,7 @@ class WandbRun(WandbLogger, TrackedRun):
         log_model: upload the best and the last checkpoint at the end, as an artifact.
         log_code: upload the package's source, as an artifact.
         watch: log histograms every `log_every` steps: gradients, parameters, or all; None: none.
+        guard: also of rows that don't come through this logger, such as histograms; None: none.
         arguments: of `wandb.init`, such as `project`.
 
     Raises:
@@ -66,6 +73,7 @@ class WandbRun(WandbLogger, TrackedRun):
         log_model: bool = False,
         log_code: bool = False,
         watch: str | None = None,
+        guard: TrackerGuard | None = None,
         **arguments: Any,
     ) -> None:
         check_choice("logger.wandb.mode", mode, MODES)
@@ -76,8 +84,12 @@ class WandbRun(WandbLogger, TrackedRun):
                 f"logger.wandb.log_model=true uploads to wandb, but this run is {mode}; log in "
                 "with `wandb login`, or keep copies with checkpoint.copy_to"
             )
+        seconds = INIT_SECONDS
+        if guard is not None:
+            seconds = min(seconds, 0.75 * guard.seconds)  # the rest is for a start offline
         run = start_run(
             mode,
+            seconds,
             dir=str(directory.path.absolute()),  # wandb's process may have another working folder
             id=id_of(directory),
             resume="allow",
@@ -85,6 +97,8 @@ class WandbRun(WandbLogger, TrackedRun):
             config=config,
             **arguments,
         )
+        if guard is not None:
+            guard_rows(run, guard)
         define_axes(run)
         if log_code:
             run.log_code(str(Path(lockstep_gpt.__file__).parent))
@@ -97,6 +111,7 @@ class WandbRun(WandbLogger, TrackedRun):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Log one row under the names in metrics.csv."""
+        refuse_full_disk(self.directory.wandb_id.parent)
         # Never `step=`: wandb drops rows whose step is below its own count.
         self.experiment.log({STEP: step, **metrics})
 
@@ -122,6 +137,7 @@ class WandbRun(WandbLogger, TrackedRun):
     def close(self, status: str) -> None:
         """Log the checkpoints, send an alert if the run ended early, then end it."""
         run = self.experiment
+        refuse_full_disk(self.directory.wandb_id.parent)
         if self.uploads_checkpoints:
             log_checkpoints(run, self.directory)
         if status not in ENDED_WELL:
@@ -130,6 +146,17 @@ class WandbRun(WandbLogger, TrackedRun):
             run.mark_preempting()
         run.summary["status"] = status
         run.finish(exit_code=0 if status in ENDED_WELL else 1)
+
+    @staticmethod
+    def abandon(directory: RunDirectory) -> str:
+        """End wandb's process, and return the command that uploads what this run's has written."""
+        kill_service()
+        with contextlib.suppress(BaseException):  # its exit handler shows a stack otherwise
+            wandb.teardown()
+        folders = sorted((directory.path / "wandb").glob("*run-*"))
+        if not folders:
+            return ""
+        return f"to upload what wandb has: {tool('wandb')} sync {folders[-1]}"
 
     def next_commands(self) -> list[str]:
         """Return the commands to upload and to show an offline run; none if online."""
@@ -156,9 +183,9 @@ def decide_mode(mode: str) -> Any:
     return "online" if logged_in else "offline"
 
 
-def start_run(mode: Any, **arguments: Any) -> Run:
-    """Start or resume a wandb run; one that cannot reach the server logs offline."""
-    quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
+    """Start or resume a wandb run; one that can't reach the server in `seconds` logs offline."""
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=seconds)
     try:
         return wandb.init(mode=mode, settings=quiet, **arguments)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
@@ -168,7 +195,10 @@ def start_run(mode: Any, **arguments: Any) -> Run:
             "logger.wandb.mode=auto, which logs offline without an account"
         ) from None
     except wandb.errors.CommError as error:
-        logger.warning("wandb cannot be reached (%s); logging offline", error)
+        reason = " ".join(str(error).split())
+        logger.warning("wandb cannot be reached (%s); logging offline", reason)
+        with contextlib.suppress(SystemExit):  # of its process, which it ends like this one
+            wandb.teardown()  # it would take the same run for a second one
         return wandb.init(mode="offline", settings=quiet, **arguments)
 
 
@@ -176,9 +206,22 @@ def id_of(directory: RunDirectory) -> str:
     """Return the id of the wandb run of `directory`; a sweep's agent sets it, or we draw it."""
     path = directory.wandb_id
     path.parent.mkdir(exist_ok=True)  # else wandb uses the system's temporary folder
-    if not path.exists():
-        path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
-    return path.read_text()
+    known = known_id(path, WANDB_ID)
+    if known is not None:
+        return known
+    new = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    replace_text(path, new)
+    return new
+
+
+def refuse_full_disk(folder: Path) -> None:
+    """Raise an `OSError` if the disk of `folder` is full, which wandb only notes in its own log."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail
+    if os.geteuid() == 0:
+        free = disk.f_bfree
+    if disk.f_blocks > 0 and free == 0:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def define_axes(run: Run) -> None:
