@@ -58,17 +58,7 @@ def _run_command(words: list[str]) -> int:
         if name in COMMANDS:
             with refusing_long_names():
                 return int(resolved(COMMANDS[name].target)(words[1:]))
-        if name == "--version":
-            print(PROGRAM, VERSION)
-            return 0
-        if name == "":
-            print(_usage(), file=sys.stderr)
-            return 2
-        if name in ("-h", "--help", "help"):
-            print(_usage())
-            return 0
-        print(f"{PROGRAM}: {name} {_unknown_command(name)}", file=sys.stderr)
-        return 2
+        return _run_without_command(name)
     except (UserError, RunError) as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
         return error.status
@@ -86,6 +76,21 @@ def _run_command(words: list[str]) -> int:
         traceback.print_exc()
         print(f"{PROGRAM} {name}: {describe_error(error)}", file=sys.stderr)
         return 1
+
+
+def _run_without_command(word: str) -> int:
+    """Return the exit status of a first word that is no command."""
+    if word == "--version":
+        print(PROGRAM, VERSION)
+        return 0
+    if word == "":
+        print(_usage(), file=sys.stderr)
+        return 2
+    if word in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    print(f"{PROGRAM}: {word} {_unknown_command(word)}", file=sys.stderr)
+    return 2
 
 
 def _report_interrupt(name: str) -> int:

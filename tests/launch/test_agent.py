@@ -6,7 +6,8 @@ from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep_gpt.exits import Ending
-from lockstep_gpt.launch.agent import FirstSignal, RankAgent, describe_endings
+from lockstep_gpt.launch.agent import RankAgent, describe_endings
+from lockstep_gpt.launch.first_signal import FirstSignal
 
 
 def test_of_ranks_that_ended_the_culprits_are_named():

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -28,6 +27,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
 from lockstep_gpt.launch import machines, rank_program
+from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
@@ -35,24 +35,6 @@ from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
-
-
-class FirstSignal:
-    """The handler of an agent's stop signals: it raises the first; repeats change nothing."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def __call__(self, signum: int, _frame: FrameType | None) -> None:
-        """Handle a signal; Python calls it."""
-        if self.received is None:
-            self.received = signal.Signals(signum)
-            self.raise_received()
-
-    def raise_received(self) -> None:
-        """Raise torch's exception for the signal, if one came."""
-        if self.received is not None:
-            raise SignalException(f"stopped by {self.received.name}", self.received)
 
 
 @standard_streams.never_failing()

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from lockstep_gpt import PROGRAM, standard_streams, stop_signals
 from lockstep_gpt.config import LEVELS
 from lockstep_gpt.errors import RunError, UserError, refusing_long_names
-from lockstep_gpt.launch import compose, launcher, resume, start, supervise
+from lockstep_gpt.launch import compose, launcher, resolving, resume, start, supervise
 from lockstep_gpt.launch.arguments import MULTIRUN
 
 
@@ -92,10 +92,10 @@ def _run_jobs(
     results: list[tuple[str, int, float]] = []
 
     def run_job(composed: DictConfig) -> float:
-        if start.is_sweep():
+        if resolving.is_sweep():
             stop_signals.received.interrupt()
         swept = " ".join(word for word in compose.overrides() if word not in arguments)
-        if start.is_sweep():
+        if resolving.is_sweep():
             print(f"job {len(results)}: {swept}", flush=True)
         try:
             with refusing_long_names():
@@ -105,7 +105,7 @@ def _run_jobs(
             status = error.status
             metric = math.nan
         results.append((swept, status, metric))
-        if status > 128 and start.is_sweep():
+        if status > 128 and resolving.is_sweep():
             raise _SweepStopped
         return metric
 

@@ -1,10 +1,8 @@
 """`resume=auto`: continue a run in its own directory, with the few settings that may change."""
 
-import errno
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +26,11 @@ from lockstep_gpt.launch import (
     checks,
     compose,
     launcher,
+    resolving,
     short_runs,
     start,
     trust,
+    usable_files,
 )
 from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.quoting import quote_paths
@@ -90,7 +90,7 @@ def _resume_with_choices(run: RunDirectory, composed: DictConfig) -> int:
     words = compose.overrides()
     with as_user_error(words):
         values = compose.values_to_freeze(composed)
-    values["logger"] = start.loggers_of_job(values["logger"], run)
+    values["logger"] = resolving.loggers_of_job(values["logger"], run)
     if values["batch"]["global_size"] is None:
         values["batch"]["global_size"] = run.load().batch.global_size
     typed = typed_choices(words)
@@ -168,10 +168,10 @@ def resume(
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
-    _refuse_unusable_files(run)
+    usable_files.refuse_unusable(run)
     if not config.resume_force:
         _refuse_fewer_steps(run, config, steps)
-    resolved = {**values, "trainer": start.resolved_trainer(values, placement)}
+    resolved = {**values, "trainer": resolving.resolved_trainer(values, placement)}
     permit = partial(trust.permit, run, _sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
@@ -192,7 +192,7 @@ class ResumedRun:
     def check(self) -> None:
         """Raise a `UserError` if the directory is somebody else's and not trusted."""
         self.permit()
-        refuse_unwritable(self.run)
+        usable_files.refuse_unwritable_checkpoints(self.run)
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
@@ -212,42 +212,6 @@ class ResumedRun:
         self.run.refreeze(self.before)
         with replacing(self.run.overrides) as file:
             file.write(self._logged)
-
-
-def _refuse_unusable_files(run: RunDirectory) -> None:
-    """Raise a `UserError` if a file that a resume reads or goes on writing can't be used."""
-    for path in (run.metrics, run.overrides, run.log, run.summary, run.failed):
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; move it away")
-    for path in filter(Path.exists, (run.metrics, run.overrides)):
-        with readable(path):
-            path.open("rb").close()
-    if run.log.exists():
-        with run.writing(UserError):
-            _refuse_unwritable(run.log)
-
-
-def _refuse_unwritable(path: Path) -> None:
-    try:
-        path.open("ab").close()
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make it writable") from None
-
-
-def refuse_unwritable(run: RunDirectory) -> None:
-    """Raise a `UserError` if checkpoints could not be saved, before training for hours."""
-    folder = run.checkpoints
-    if not folder.exists():
-        return
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-"):
-            pass
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            return  # it is the whole disk, which freezing the configuration reports
-        raise UserError(
-            f"{folder} cannot be written ({error.strerror}); make it a folder that you may write"
-        ) from None
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:
