@@ -32,29 +32,17 @@ class CompressedDDP(DDPStrategy):
         register_communication_hook(self)
 
 
-def keeps_gradients(strategy: strategies.Strategy) -> bool:
-    """Return whether gradients are views of DDP's buckets, and can stay there between steps.
-
-    They can't if some parameters are unused: an optimizer skips those without a gradient.
-    """
-    if not isinstance(strategy, strategies.DDPStrategy):
-        return False
-    wrapped: Any = strategy.model
-    return wrapped.gradient_as_bucket_view and not wrapped.find_unused_parameters
-
-
 def arrange_buckets(
     strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor]
 ) -> None:
     """Make DDP arrange its buckets now instead of after the first step.
 
     DDP does so once, in the order in which gradients arrived. This decides the order of reduction
-    over three or more ranks: a restarted run would sum in another order. It also makes gradients
-    views of the buckets before the first micro-batch, see `keeps_gradients`.
+    over three or more ranks: a restarted run would sum in another order.
 
     Args:
         strategy: of the Trainer; one that isn't DDP has no buckets.
-        model: its gradients are zero afterward, its buffers, such as BatchNorm's, as before.
+        model: its gradients and buffers, such as BatchNorm's statistics, are as before afterward.
         batch: tokens and targets, each (B, T); their values don't matter.
     """
     if not isinstance(strategy, strategies.DDPStrategy):
@@ -62,7 +50,7 @@ def arrange_buckets(
     buffers = [buffer.clone() for buffer in model.buffers()]
     loss: Any = strategy.training_step(batch, 0)
     loss.backward()
-    model.zero_grad(set_to_none=not keeps_gradients(strategy))
+    model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
 

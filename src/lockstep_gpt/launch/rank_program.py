@@ -25,16 +25,16 @@ def main(path: str, parent: str) -> NoReturn:
 @standard_streams.never_failing()
 def run_rank(run: RunDirectory) -> int:
     """Run as a rank of `run`, whose command is another process; return the exit status."""
-    last_line.leave_to_agent()
     rank = int(os.environ["RANK"])
-    try:
-        processes.import_all(["lockstep_gpt.training.train"])
-        from lockstep_gpt.training import train
+    with last_line.left_to_agent():
+        try:
+            processes.import_all(["lockstep_gpt.training.train"])
+            from lockstep_gpt.training import train
 
-        with run.lock.of_rank(rank):
-            return train.main(run)
-    except Exception as error:
-        return last_line.fail_early(run, rank, error)
+            with run.lock.of_rank(rank):
+                return train.main(run)
+        except Exception as error:
+            return last_line.fail_early(run, rank, error)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,10 +34,15 @@ _is_left_to_agent = False  # whether an agent prints the last line of this proce
 _unrecorded: dict[str, Any] = {}  # this rank's failure, if the run's disk is full
 
 
-def leave_to_agent() -> None:
-    """Let this rank's agent print the last line."""
+@contextlib.contextmanager
+def left_to_agent() -> Iterator[None]:
+    """Let this rank's agent print the last line meanwhile."""
     global _is_left_to_agent
     _is_left_to_agent = True
+    try:
+        yield
+    finally:
+        _is_left_to_agent = False
 
 
 def way_on(run: RunDirectory, node_rank: int = 0) -> str:

@@ -18,7 +18,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.data.windows import Batch
-from lockstep_gpt.distributed.ddp import arrange_buckets, keeps_gradients
+from lockstep_gpt.distributed.ddp import arrange_buckets
 from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
@@ -76,7 +76,6 @@ class GPTModule(lightning.LightningModule):
         self.loss_factor = 1.0  # scales the loss in backward, in addition to Lightning's own
         self.layout: ModelLayout = WholeModels()  # until the strategy is known
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
-        self._zeroes_in_place = False
         self._is_placed = False
         self._gives_features = "with_features" in signature(self.model.forward).parameters
         self.logs_losses = True  # to any Trainer's loggers; in our runs `Metrics` does this
@@ -109,13 +108,7 @@ class GPTModule(lightning.LightningModule):
         self.losses.move_to(self.device)
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         data: Any = getattr(self.trainer, "datamodule", None)  # a user may pass loaders instead
-        # Without it, the gradients of a step's earlier micro-batches would be beside the buckets.
-        accumulates = self.trainer.accumulate_grad_batches > 1
-        is_exact = self.config.batch.exact_micro_size is not None  # takes gradients out itself
-        self._zeroes_in_place = (
-            accumulates and not is_exact and keeps_gradients(self.trainer.strategy)
-        )
-        if data and (self.trainer.world_size > 2 or self._zeroes_in_place):
+        if self.trainer.world_size > 2 and data:
             shape = (getattr(data, "micro_size", 1), self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             arrange_buckets(self.trainer.strategy, self.model, (tokens, tokens))
@@ -210,14 +203,8 @@ class GPTModule(lightning.LightningModule):
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.losses.complete_step()
-        if self._zeroes_in_place:
-            return
         if all(parameter.grad is not None for parameter in self.trained):
             optimizer.zero_grad()
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:  # noqa: ARG002
-        """Zero the gradients before a step's first backward; DDP's stay in its buckets."""
-        optimizer.zero_grad(set_to_none=not self._zeroes_in_place)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what the next row of the log needs, and config and tokenizer unless already there.
