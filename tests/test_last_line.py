@@ -9,6 +9,7 @@ import pytest
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.checkpoint import checkpoint_path, sum_path, write_checkpoint
+from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.last_line import resume_command, way_on
 
@@ -70,10 +71,10 @@ def ending(command):
 
     It returns the last line, without the command at its end, and that command's words.
     """
-    (command.folder / "ends.py").write_text(ENDS)
+    (command.folder / "leaves_early.py").write_text(ENDS)
 
     def end(how, *overrides, run="run", status=1, rank=0):
-        callback = (f"+callbacks.ends={{_target_:ends.Ends,how:{how},rank:{rank}}}",)
+        callback = (f"+callbacks.ends={{_target_:leaves_early.Ends,how:{how},rank:{rank}}}",)
         words = command.smoke(*SMALL, *callback, f"run_dir={run}", *overrides)
         path = str(command.folder)
         result = command(*words, status=status, PYTHONPATH=path)
@@ -132,8 +133,8 @@ def test_a_lost_configuration_is_named_when_ranks_restart(ending):
 
 
 def test_a_limit_of_the_system_is_named_even_if_nothing_can_be_recorded(command):
-    (command.folder / "ends.py").write_text(ENDS)
-    callback = "+callbacks.ends={_target_:ends.Ends,how:open_no_more_files}"
+    (command.folder / "leaves_early.py").write_text(ENDS)
+    callback = "+callbacks.ends={_target_:leaves_early.Ends,how:open_no_more_files}"
     words = command.smoke(*SMALL, callback, "run_dir=run", "launch.inline=true")
     process = command.start(*words, PYTHONPATH=str(command.folder))
     _, err = process.communicate(timeout=240)
@@ -153,8 +154,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_refused_before_traini
     (command.folder / "run/checkpoints").write_text("a file")
     words = ("train", "run_dir=run", "resume=auto", "max_steps=30")
     err = command(*words, "launch.inline=true", status=2).stderr
-    line = "run/checkpoints cannot be written (Not a directory); make it a folder that you may"
-    assert f"{line} write\n" in err
+    assert "run/checkpoints is not a folder; mount or restore the folder" in err
     assert err.count("\n") == 1
 
 
@@ -164,8 +164,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDirectory(Path("it's a run"))
     run.create({"trainer": {"num_nodes": 1}})
+    content = {name: {} for name in NEEDED_TO_RESUME}
     for step in (1, 2):
-        write_checkpoint({}, checkpoint_path(run.checkpoints, step))
+        write_checkpoint(content, checkpoint_path(run.checkpoints, step))
     return run
 
 

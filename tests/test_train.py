@@ -21,6 +21,7 @@ def test_the_run_directory_contains_the_documented_files(finished):
         if path.parent.name != "wandb" and "wandb/" not in str(path.parent)
     }
     assert present - OF_EXTRAS == {
+        ".saved",
         "config.yaml",
         "train.log",
         "metrics.csv",
@@ -181,7 +182,7 @@ def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_fo
     process = command.start(*words)
     wait_for_checkpoint(command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
-    stderr = command("train", "run_dir=run", "resume=auto", "max_steps=7", status=2).stderr
+    stderr = command("train", "run_dir=run", "resume=auto", "log_every=7", status=2).stderr
     assert f"run_dir=run is in use by process {process.pid} on {socket.gethostname()}; " in stderr
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     process.terminate()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import UserError, remedy_of_limit
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,8 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if remedy_of_limit(error):  # nothing is wrong with the file
+            raise
         raise UserError(f"{path} cannot be read: {error.strerror}; make it readable") from None
 
 

@@ -30,6 +30,9 @@ def blocks(text, language):
     return [line for block in found for line in block.splitlines()]
 
 
+COMMAND_AT_END = re.compile(r"(to continue|to start over): .*")
+
+
 @functools.cache
 def sayings():
     """Return a pattern for each text of the source, with a wildcard for each value."""
@@ -54,6 +57,7 @@ def _sayings():
 
 @pytest.mark.parametrize("line", blocks(TROUBLES, "text"))
 def test_every_quoted_message_is_in_the_source(line):
+    line = COMMAND_AT_END.sub(r"\1", line)  # the source has its parts, not all of it
     spoken = [match for each in sayings() for match in each.finditer(line)]
     covered = {place for match in spoken for place in range(*match.span())}
     assert len(covered) > 0.6 * len(line), line

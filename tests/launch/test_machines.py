@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
     """A run directory that this machine, number 1 of 2, shares with the first."""
     monkeypatch.setattr(machines, "own_address", lambda _: ("10.0.0.2", "eth7"))
     monkeypatch.setattr(start, "prepare_data", lambda _: "tokens")
-    monkeypatch.setattr(start, "supervise", lambda _, node_rank: 40 + node_rank)
+    monkeypatch.setattr(start.supervise, "supervise", lambda _, node_rank: 40 + node_rank)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return RunDirectory(tmp_path / "run")
 

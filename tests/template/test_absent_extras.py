@@ -29,6 +29,7 @@ NAMED_IN = {
         "tests/extras/tasks/test_lm_eval.py": "scores an export with another program",
     },
     "pages": {
+        "tests/extras/datasets/test_document_runs.py": "it shows packed runs, if it is there",
         "tests/extras/tasks/test_during_runs.py": "a report shows the accuracy, if it is there",
     },
     "tasks": {},

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep_gpt import pausing, stop_signals
 from lockstep_gpt.config import Config
+from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
 from lockstep_gpt.registry import optional_part
@@ -73,7 +74,7 @@ def _cause_of(ending: Ending, is_unfinished: bool) -> str:
 
 def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any]) -> None:
     """Record a failure, or a stop before all ranks saved, also if no rank was left to do it."""
-    summary = run.read_summary()
+    summary, _ = read_object(run.summary)  # no warning may follow the last line
     stopped_by = Ending(status).stopped_by
     if stopped_by and not run.has_begun():
         hint = run.resume_hint()

@@ -32,7 +32,7 @@ def _refuse_unwritable(path: Path) -> None:
 def refuse_unwritable_checkpoints(run: RunDirectory) -> None:
     """Raise a `UserError` if checkpoints could not be saved, before training for hours."""
     folder = run.checkpoints
-    if not folder.exists():
+    if not folder.is_dir():  # a file in its place is refused where checkpoints are looked for
         return
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-"):

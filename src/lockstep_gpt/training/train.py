@@ -21,7 +21,11 @@ from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
-from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped, stop_before_first_step
+from lockstep_gpt.run.callbacks.stopping import (
+    GracefulStop,
+    Stopped,
+    stop_before_first_step,
+)
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -83,7 +87,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             fit(training, started)
         except Stopped as stopped:
             if ranks.rank == 0 and stopped.saved:
-                logger.info("%s after saving; %s", stopped, last_line.way_on(directory))
+                logger.info("%s; %s", stopped, last_line.way_on(directory))
             return after_signal(stopped.signum)
         except KeyboardInterrupt:  # a Ctrl-C before training
             raise

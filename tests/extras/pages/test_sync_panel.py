@@ -108,6 +108,8 @@ def test_a_resumed_run_repeats_recordings_and_noise_scale_to_the_bit(recorded, c
     last = json.loads((run / "sync/step=000018.json").read_text())
     for path in [*run.glob("checkpoints/step=000020*"), *run.glob("sync/step=00001[258]*")]:
         path.unlink()
+    (run / ".saved").unlink()  # with it, a run never starts over
+    (run / "summary.json").unlink()
     command("train", f"run_dir={run}", "resume=auto")
     assert same(weights(recorded[0]), weights(run))
     assert json.loads((run / "sync/step=000018.json").read_text()) == last

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -200,6 +201,21 @@ def tensorboard_run(folder):
     return tensorboard_logger(directory=RunDirectory(folder))
 
 
+@pytest.fixture
+def fresh_trackio(monkeypatch):
+    """Let trackio be imported again, because it reads its folder only then; undo it afterward."""
+
+    def imported():
+        return [name for name in sys.modules if name.split(".")[0] == "trackio"]
+
+    for name in imported():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in imported():
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("fresh_trackio")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # MLflow's
 @pytest.mark.filterwarnings("ignore:trackio failed")  # trackio's own warning
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
@@ -221,7 +237,6 @@ def test_a_full_disk_of_a_tracker_ends_no_run(full_disk, start, warnings_of, mon
         (line,) = warnings_of("mine")
         assert "no longer records this run" in line
     (folder / "filler").unlink()
-    monkeypatch.undo()
 
 
 OF_USERS = """

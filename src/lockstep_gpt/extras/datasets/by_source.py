@@ -18,7 +18,13 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.extras.datasets.past import RULE, TURNS, keep_past, order_of, samples_of
+from lockstep_gpt.extras.datasets.past import (
+    RULE,
+    TURNS,
+    keep_past,
+    order_of,
+    samples_of,
+)
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.receipt import times
