@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from functools import partial
 
@@ -199,20 +198,6 @@ def trackio_run(folder):
 
 def tensorboard_run(folder):
     return tensorboard_logger(directory=RunDirectory(folder))
-
-
-@pytest.fixture
-def fresh_trackio(monkeypatch):
-    """Let trackio be imported again, because it reads its folder only then; undo it afterward."""
-
-    def imported():
-        return [name for name in sys.modules if name.split(".")[0] == "trackio"]
-
-    for name in imported():
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in imported():
-        del sys.modules[name]
 
 
 @pytest.mark.usefixtures("fresh_trackio")

@@ -78,6 +78,7 @@ def test_a_second_run_with_the_same_name_is_another_run(train, read):
     assert second[1] != first[1]
 
 
+@pytest.mark.usefixtures("fresh_trackio")
 def test_a_torn_name_gives_way_to_that_of_a_new_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
