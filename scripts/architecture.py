@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         PICTURE.write_text(picture(PACKAGE), encoding="utf-8")
         print(PICTURE.relative_to(ROOT).as_posix())
         return 0
-    if not folder.is_dir():
+    if (PACKAGE / folder).is_dir():  # before a folder of that name here, such as data
         folder = PACKAGE / folder
     if not folder.is_dir():
         parser.error(f"{folder} is not a folder")

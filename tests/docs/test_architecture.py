@@ -89,7 +89,11 @@ def test_files_are_listed_with_the_first_lines_of_their_docstrings(architecture,
     ]
 
 
-def test_a_folder_is_named_by_its_path_or_its_name_in_the_package(architecture, capsys):
+def test_a_folder_is_named_by_its_path_or_its_name_in_the_package(
+    architecture, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()  # prepared tokens
     folder = architecture.PACKAGE / "data"
     for name in ("data", str(folder)):
         assert architecture.main(["--files", name]) == 0
