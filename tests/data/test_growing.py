@@ -110,10 +110,8 @@ def test_several_processes_copy_the_same_tokens(tmp_path):
     assert content(after) == content(prepare(settings(tmp_path, root="fresh", shard_mb=1)))
 
 
-def test_a_build_that_stopped_continues_with_what_it_knew(tmp_path, monkeypatch):
-    add(tmp_path, 1, 2, 3, lines=20_000)
-    prepare(settings(tmp_path, shard_mb=1))
-    add(tmp_path, 0, 4, lines=20_000)
+def prepare_until_a_shard_is_full(tmp_path, monkeypatch):
+    """Prepare shards of 1 MB, and be stopped after the first."""
     append = build.SplitWriter.append
 
     def stops(self, *arguments):
@@ -125,6 +123,13 @@ def test_a_build_that_stopped_continues_with_what_it_knew(tmp_path, monkeypatch)
         patch.setattr(build.SplitWriter, "append", stops)
         with pytest.raises(KeyboardInterrupt):
             prepare(settings(tmp_path, shard_mb=1))
+
+
+def test_a_build_that_stopped_continues_with_what_it_knew(tmp_path, monkeypatch):
+    add(tmp_path, 1, 2, 3, lines=20_000)
+    prepare(settings(tmp_path, shard_mb=1))
+    add(tmp_path, 0, 4, lines=20_000)
+    prepare_until_a_shard_is_full(tmp_path, monkeypatch)
     assert [*(tmp_path / "data").glob(".*.unfinished/train-00001.bin")]
     after = prepare(settings(tmp_path, shard_mb=1))
     assert content(after) == content(prepare(settings(tmp_path, root="fresh", shard_mb=1)))
@@ -168,17 +173,7 @@ def test_an_intact_state_is_copied_although_a_newer_one_is_damaged(tmp_path, tok
 
 def test_leftovers_with_damaged_hashes_are_not_continued(tmp_path, monkeypatch, caplog):
     add(tmp_path, 1, 2, 3, lines=20_000)
-    append = build.SplitWriter.append
-
-    def stops(self, *arguments):
-        if self.full:
-            raise KeyboardInterrupt
-        append(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build.SplitWriter, "append", stops)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(settings(tmp_path, shard_mb=1))
+    prepare_until_a_shard_is_full(tmp_path, monkeypatch)
     (hashes,) = tmp_path.glob("data/.*.unfinished/train.hashes")
     hashes.write_bytes(hashes.read_bytes()[:-16])  # as after a power failure
     after = prepare(settings(tmp_path, shard_mb=1))

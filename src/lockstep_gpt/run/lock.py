@@ -139,11 +139,11 @@ class RunLock:
 def _holder(file: BinaryIO, part: Part) -> int:
     """Return the process on this machine that has locked a part; 0 or less if it isn't here."""
     if sys.platform == "linux":
-        layout = "hhqqi4x"  # of `struct flock`: type, whence, start, length, process
+        layout = "hhqqi4x"  # of C's `struct flock`: l_type, l_whence, l_start, l_len, l_pid
         request = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, part, 1, 0)
         _, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, request))
     else:  # macOS and BSD
-        layout = "qqihh"  # start, length, process, type, whence
+        layout = "qqihh"  # l_start, l_len, l_pid, l_type, l_whence
         request = struct.pack(layout, part, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
         _, _, pid, _, _ = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, request))
     return int(pid)
