@@ -1,5 +1,6 @@
 """How a run ends: `summary.json`, and the last lines on the terminal."""
 
+import shlex
 import time
 from typing import Any
 
@@ -52,9 +53,10 @@ def last_lines(
         result = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
     if "test/loss" in row:
         result += f", test loss {row['test/loss']:.4f}"
+    run_dir = shlex.quote(str(directory.path))
     commands = [
-        f'{invocation()} generate {directory.path} --prompt "def "',
-        f"{invocation()} evaluate {directory.path}",
+        f'{invocation()} generate {run_dir} --prompt "def "',
+        f"{invocation()} evaluate {run_dir}",
     ]
     for run in tracked_runs(trainer.loggers):
         commands += run.next_commands() or []  # None from a tracker that failed

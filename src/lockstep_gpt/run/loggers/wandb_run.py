@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import secrets
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,8 +164,9 @@ class WandbRun(WandbLogger, TrackedRun):
         folders = sorted((self.directory.path / "wandb").glob("offline-run-*"))
         if not folders:
             return []
-        paths = " ".join(str(folder) for folder in folders)
-        return [f"{tool('wandb')} sync {paths}", f"{tool('wandb')} leet {folders[-1]}"]
+        paths = [shlex.quote(str(folder)) for folder in folders]
+        wandb = tool("wandb")
+        return [f"{wandb} sync {' '.join(paths)}", f"{wandb} leet {paths[-1]}"]
 
 
 def decide_mode(mode: str) -> Any:
