@@ -1,5 +1,6 @@
 """Fixtures for all tests: miniature runs with real data, modules, and Trainers on the CPU."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -280,3 +281,20 @@ def saved_run(tmp_path_factory):
         return run
 
     return save
+
+
+@pytest.fixture
+def attention_operations():
+    """Record which kernels of scaled dot-product attention run in a block, such as `flash`."""
+
+    @contextlib.contextmanager
+    def record():
+        ran = []
+        with torch.profiler.profile() as profile:
+            yield ran
+        for event in profile.events():
+            found = re.match(r"aten::_scaled_dot_product_(\w+)", event.name)
+            if found:
+                ran.append(re.sub("_?attention(_for_cpu)?_?", "", found[1]))
+
+    return record

@@ -14,11 +14,11 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention import (
-    BLOCK,
     DocumentBounds,
     attention_within,
     block_mask,
     token_mask,
+    uses_blocks,
 )
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 
@@ -49,16 +49,12 @@ class Documents:
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         starts = places.where(begins, 0).cummax(dim=1).values
         self.bounds = DocumentBounds(begins, starts)
-        if self._uses_blocks(tokens):
+        dropout = self.model.config.dropout if self.model.training else 0.0
+        if uses_blocks(tokens.is_cuda, dropout, tokens.shape[1]):
             self.bounds.blocks = block_mask(starts)
         elif not looks_first:
             self.bounds.mask = token_mask(starts)
         return places - starts
-
-    def _uses_blocks(self, tokens: Tensor) -> bool:
-        """Return whether FlexAttention runs: on GPUs, without dropout, for whole blocks."""
-        has_dropout = self.model.training and self.model.config.dropout > 0
-        return tokens.is_cuda and not has_dropout and tokens.shape[1] % BLOCK == 0
 
     def shifted(self, x: Tensor) -> Tensor:
         """Return the model's own `shifted`, with zeros for the first token of each document."""
