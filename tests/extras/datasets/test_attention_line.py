@@ -9,7 +9,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.datasets.attention import PLAIN
 from lockstep_gpt.extras.datasets.attention_line import attention_in_documents
-from lockstep_gpt.extras.datasets.mask import mask
+from lockstep_gpt.extras.datasets.mask import mask, needs_one_graph
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 
@@ -24,16 +24,17 @@ def config_of(tokens=256, device="cpu", **changes):
     ("changes", "name"),
     [
         ({"tokens": 64}, "plain matrix products"),
-        ({"tokens": 64, "compile": True}, "flash"),
-        ({"compile": True}, "flash"),
-        ({"compile": True, "dropout": 0.1}, "math"),
+        ({"tokens": 64, "compile": True}, "plain matrix products"),
+        ({"tokens": 64, "compile": True, "activation_checkpointing": True}, "flash"),
+        ({"compile": True, "activation_checkpointing": True}, "flash"),
+        ({"compile": True, "activation_checkpointing": True, "dropout": 0.1}, "math"),
     ],
 )
 def test_on_a_cpu_the_named_kernel_runs(changes, name, attention_operations):
     config = config_of(**changes)
     assert attention_in_documents(config) == name
     model = build_gpt(config.model, 300)
-    mask(model, ByteTokenizer(), config.compile)
+    mask(model, ByteTokenizer(), needs_one_graph(config))
     tokens = torch.ones(2, config.model.block_size, dtype=torch.long)
     tokens[:, 5] = ByteTokenizer().end_of_text
     with attention_operations() as ran:

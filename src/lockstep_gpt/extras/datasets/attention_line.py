@@ -6,6 +6,7 @@ from lightning import Callback
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.datasets.attention import uses_blocks
+from lockstep_gpt.extras.datasets.mask import needs_one_graph
 from lockstep_gpt.model.functional import SHORT
 from lockstep_gpt.training.advice import PLAIN_PRODUCTS, fused_attention
 
@@ -27,7 +28,7 @@ def attention_in_documents(config: Config) -> str:
     device = config.trainer.get("accelerator", "cpu")
     if uses_blocks(device == "cuda", model.dropout, model.block_size):
         return "FlexAttention"
-    if device != "cpu" or config.compile:
+    if device != "cpu" or needs_one_graph(config):
         return fused_attention(config, is_masked=True)
     if model.block_size <= SHORT:
         return PLAIN_PRODUCTS
