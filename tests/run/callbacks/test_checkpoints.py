@@ -73,6 +73,43 @@ def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_bes
     assert checkpoints.in_summary(0)["last_checkpoint"].endswith("step=000006.ckpt")
 
 
+@pytest.mark.parametrize(
+    ("every", "val_every", "keep_best", "steps"),
+    [
+        (4, 1, 1, [4, 8, 9]),
+        (3, 2, 1, [3, 4, 6, 8, 9]),
+        (2, 3, 1, [2, 3, 4, 6, 8, 9]),
+        (2, 3, 0, [2, 4, 6, 8, 9]),
+        (20, 1, 1, [9]),
+        (None, 3, 1, [3, 6, 9]),
+        (None, 3, 0, [9]),
+    ],
+)
+def test_a_best_loss_saves_at_most_as_often_as_the_period(
+    new_run, tmp_path, every, val_every, keep_best, steps
+):
+    settings = {"every": every, "keep_last": 9, "keep_best": keep_best}
+    run = new_run(max_steps=9, val_every=val_every, checkpoint=settings)
+    losses = {step: 9.0 - step for step in range(1, 10)}  # each is the best so far
+    checkpoints, validation = fitted(run, tmp_path, losses)
+    assert steps_in(tmp_path) == steps
+    assert checkpoints.saves_after(0) == len(steps)
+    assert checkpoints.saves_after(3) == len([step for step in steps if step > 3])
+    assert checkpoints.validations_after(0) == len(validation.seen)
+
+
+def test_a_resumed_run_keeps_the_distance_to_the_last_best_checkpoint(new_run, tmp_path):
+    settings = {"every": 4, "keep_last": 1, "keep_best": 1}
+    first = new_run(max_steps=8, val_every=3, checkpoint=settings)
+    checkpoints, _ = fitted(first, tmp_path)
+    rest = new_run(max_steps=20, val_every=3, checkpoint=settings).checkpoints(tmp_path)
+    rest.load_state_dict(checkpoints.state_dict())
+    assert not rest.is_best(11, 0.0)
+    assert rest.is_best(12, 0.0)
+    rest.load_state_dict({"losses": {8: 1.0}})  # of an earlier version
+    assert not rest.is_best(11, 0.0)
+
+
 def test_the_folder_contains_only_checkpoints_and_checksums(new_run, tmp_path):
     fitted(new_run(checkpoint={"every": 2, "keep_last": 9}), tmp_path)
     names = [f"step=00000{step}.ckpt{end}" for step in (2, 3, 4, 6) for end in ("", ".sha256")]
