@@ -85,7 +85,7 @@ def test_a_slow_validation_is_warned_of_once_with_settings(new_run, tmp_path, ca
     fitted(run, tmp_path, Slow(steps=7, seconds=0.05))
     (line,) = warnings_in(caplog)
     words = re.fullmatch(
-        r"validation will take \d+% of the time to come, more than 10%; set "
+        r"validation will take \d+\.\d% of the time to come, more than 10%; set "
         r"val_every=(\d+)(?: or data\.val_tokens=(\d+))?",
         line,
     )
@@ -115,7 +115,7 @@ def test_slow_saving_is_warned_of_with_settings(new_run, tmp_path, caplog, backg
     fitted(run, tmp_path, Slow(steps=4), io=CopyingCheckpointIO(background=background))
     (line,) = warnings_in(caplog)
     other = "" if background else "checkpoint.background=true or "
-    start = r"saving will take \d+% of the time to come, more than 10%; set "
+    start = r"saving will take \d+\.\d% of the time to come, more than 10%; set "
     assert re.fullmatch(rf"{start}{re.escape(other)}checkpoint\.every=\d+", line), line
 
 

@@ -41,6 +41,12 @@ class Forecast:
     validation: Pauses
     saving: Pauses
 
+    @property
+    def known(self) -> dict[str, Pauses]:
+        """Return the pauses that have been measured, by name."""
+        kinds = {"validation": self.validation, "saving": self.saving}
+        return {name: pauses for name, pauses in kinds.items() if pauses.seconds is not None}
+
     def share(self, *pauses: Pauses) -> float:
         """Return the share of the time that `pauses` take."""
         whole = self.training + self.validation.total + self.saving.total
@@ -53,11 +59,10 @@ class Forecast:
 
     def __str__(self) -> str:
         """Return the shares, and what they consist of."""
-        parts = []
-        for name, pauses in (("validation", self.validation), ("saving", self.saving)):
-            if pauses.seconds is not None:
-                share = f"{self.share(pauses):.1%}"
-                parts.append(f"{name} {share} ({pauses.count:,} x {pauses.seconds:.2f} s)")
+        parts = [
+            f"{name} {self.share(pauses):.1%} ({pauses.count:,} x {pauses.seconds:.2f} s)"
+            for name, pauses in self.known.items()
+        ]
         return "share of the time to come: " + ", ".join(parts)
 
 
@@ -141,7 +146,7 @@ class Overhead(StepCallback):
 
     def _warn(self, forecast: Forecast, tokens: int | None) -> None:
         """Warn if the pauses take long, and name settings with which they take their limit."""
-        both = forecast.validation, forecast.saving
+        both = forecast.known.values()
         share = forecast.share(*both)
         if share <= 2 * LIMIT or sum(pauses.total for pauses in both) < FEW_SECONDS:
             return
@@ -154,10 +159,10 @@ class Overhead(StepCallback):
             return
         self._warned |= remedies.keys()
         logger.warning(
-            "%s will take %.0f%% of the time to come, more than %.0f%%; set %s",
-            " and ".join(remedies),
-            100 * share,
-            200 * LIMIT,
+            "%s will take %s of the time to come, more than %s; set %s",
+            " and ".join(forecast.known),
+            f"{share:.1%}",
+            f"{2 * LIMIT:.0%}",
             ", and ".join(remedies.values()),
         )
 
@@ -187,10 +192,10 @@ class Overhead(StepCallback):
         grace = self.config.launch.grace_seconds
         if seconds > grace / 2:
             logger.warning(
-                "a save takes %.1f s, more than half of launch.grace_seconds=%g: after a signal, "
-                "ranks might be killed before they have saved; set launch.grace_seconds=%d",
-                seconds,
-                grace,
+                "a save takes %s s, more than half of launch.grace_seconds=%s: after a signal, "
+                "ranks might be killed before they have saved; set launch.grace_seconds=%s",
+                f"{seconds:.1f}",
+                f"{grace:g}",
                 10 * math.ceil(3 * seconds / 10),
             )
 
