@@ -428,8 +428,8 @@ def disk(command):
 
 
 LINES = {
-    1000: "No space left on device: disk/run cannot be written; fix that",  # metrics.csv's first
-    35: r"disk/run/checkpoints has 0 bytes left, but a checkpoint needs [\d,]+; free some "
+    30: "No space left on device: disk/run cannot be written; fix that",  # metrics.csv's first
+    5: r"disk/run/checkpoints has 0 bytes left, but a checkpoint needs [\d,]+; free some "
     "space there",
 }
 # 29 rows until the next validation are longer than what metrics.csv's last page has left.

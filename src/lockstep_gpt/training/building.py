@@ -25,7 +25,6 @@ from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
@@ -78,7 +77,6 @@ def build_guards(
     if has_time_limit(config):
         guards.append(TimeLimitReport())
     guards += gradient_sums(config)
-    guards.append(WeightHashes())
     guards.append(Guards(config, directory, rank, terminal))
     if config.trainer["accelerator"] == "mps":
         guards.append(AppleGPU())

@@ -21,11 +21,13 @@ from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
+from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
     stop_before_first_step,
 )
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -121,7 +123,8 @@ def assemble(
     module = GPTModule(config, schedule, tokenizer_of(data))
 
     # Weights: those of the run's checkpoint; without one, initial ones, if the model has a source.
-    disk = checkpoint_io(directory, config)
+    hashes = WeightHashes()
+    disk = checkpoint_io(directory, config, hashes)
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
     if resume is None and config.resume in ("none", "auto"):
@@ -134,13 +137,14 @@ def assemble(
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
     checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, ranks.rank, terminal)
+    overhead = Overhead(config, checkpoints)
     loggers = build_loggers(directory, batch, module) if ranks.rank == 0 else []
     trainer = build_trainer(
         config,
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, GracefulStop(checkpoints), checkpoints],
+        last=[*guards, hashes, overhead, GracefulStop(checkpoints), checkpoints],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
