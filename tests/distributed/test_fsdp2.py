@@ -6,14 +6,8 @@ import shutil
 import pytest
 import torch
 
-from lockstep_gpt.run.checkpoint import (
-    checkpoint_path,
-    fault_of,
-    files_of,
-    newest_valid,
-    read_checkpoint,
-    size_of,
-)
+from lockstep_gpt.run.checkpoint import checkpoint_path, newest_valid, read_checkpoint, size_of
+from lockstep_gpt.run.checkpoint_sums import fault_of, files_of
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
 MEASURE = """

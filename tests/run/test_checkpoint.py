@@ -17,15 +17,14 @@ from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
-    fault_of,
     find_checkpoint,
     newest_valid,
     read_checkpoint,
     remove_leftovers,
     step_of,
-    sum_path,
 )
 from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME
+from lockstep_gpt.run.checkpoint_sums import fault_of, sum_path
 from lockstep_gpt.run.trained_model import load_model
 
 CONFIG = {"max_steps": 10}

@@ -13,6 +13,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -118,6 +119,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def __init__(self, directory: RunDirectory | None = None) -> None:
         self.directory = directory
+        # What the ranks resume from, which one rank of each machine has read and verified.
+        self.verified: VerifiedCheckpoint | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -137,11 +140,21 @@ class AtomicCheckpointIO(CheckpointIO):
         files.remove_checkpoint(Path(path))
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+        self,
+        path: Any,
+        map_location: Any = "cpu",
+        weights_only: bool | None = True,
+        whole: bool = True,
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path` if it matches its SHA-256."""
+        """Return the checkpoint at `path` if it matches its SHA-256, or is the verified one.
+
+        If not `whole`, tensors in parts are `SavedShards`.
+        """
         assert weights_only is not False, "a checkpoint is never unpickled"
-        return files.read_checkpoint(Path(path), map_location)
+        verified = self.verified
+        if verified is None or verified.path != Path(path):
+            verified = files.verify_named(Path(path))
+        return files.read_verified(verified, map_location, whole)
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""
