@@ -12,10 +12,16 @@ from lockstep_gpt.distributed import strategies
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint import checkpoint_path, read_verified, write_checkpoint
+from lockstep_gpt.run.checkpoint import (
+    checkpoint_path,
+    find_verified,
+    read_verified,
+    write_checkpoint,
+)
 from lockstep_gpt.run.checkpoint_sums import sum_path, verify
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.resuming import (
+    refuse_lost_numbers,
     refuse_other_directory,
     state_to_resume,
     verified_on_each_machine,
@@ -96,6 +102,13 @@ def test_each_machine_hashes_a_checkpoint_once(new_run, on_ranks, tmp_path, hash
     assert done == [([path.name] if rank % per_machine == 0 else [], 4) for rank in range(4)]
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints/step=000001.ckpt"])
+def test_a_named_run_or_checkpoint_is_hashed_once(tmp_path, hashed, name):
+    path = saved(checkpoint_path(tmp_path / "checkpoints", 1), w=torch.zeros(3))
+    read_verified(find_verified(tmp_path / name))
+    assert hashed == [path.name]
+
+
 def saved(path, **tensors):
     content = {"config": {}, "tokenizer": {}, "state_dict": tensors}
     write_checkpoint(content, path)
@@ -147,6 +160,29 @@ def test_a_replaced_checkpoint_is_refused_after_it_was_verified(tmp_path):
         with pytest.raises(UserError, match="are not those that were verified a moment ago"):
             read_verified(verified)
     assert sum_path(path).exists()
+
+
+class Unread(dict):
+    """Weights of which a rank must not read any."""
+
+    def __getitem__(self, name):
+        raise AssertionError(name)
+
+
+def test_rank_zero_alone_reads_all_weights_and_each_rank_refuses_broken_ones(on_ranks):
+    module = torch.nn.Linear(2, 2)
+
+    def refused(rank):
+        weights = module.state_dict() if rank == 0 else Unread(module.state_dict())
+        refuse_lost_numbers("checkpoint w", weights, module)
+        module.bias.data[1] = torch.nan
+        with pytest.raises(UserError) as error:
+            refuse_lost_numbers("checkpoint w", weights, module)
+        return str(error.value)
+
+    first, second = on_ranks(2, refused)
+    assert first.startswith("checkpoint w has weights that are not finite, such as bias; move it")
+    assert second == first
 
 
 def anonymous_bytes():

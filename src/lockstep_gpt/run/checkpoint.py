@@ -204,9 +204,9 @@ def read_checkpoint(
     Tensors are views of the file in memory, whose pages all processes of a machine share: copy
     those that you keep.
     """
+    if needs_sum or sum_path(path).exists() or not path.is_file():
+        return read_verified(verify_named(path), map_location)
     try:
-        if needs_sum or sum_path(path).exists() or not path.is_file():
-            return read_verified(verify(path), map_location)
         return _read(path, map_location, whole=True)
     except CheckpointError as error:
         raise _refusal(path, error) from None

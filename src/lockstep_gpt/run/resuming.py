@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -94,11 +94,10 @@ def verified_on_each_machine(checkpoint: VerifiedCheckpoint | None) -> VerifiedC
                 f"checkpoint {first.path} of rank {ranks.rank} is not rank 0's; name a folder "
                 "that all nodes share"
             )
-    for candidate in filter(None, from_each_rank(verified)):
-        if candidate.is_unchanged():
-            return cast(VerifiedCheckpoint, candidate)
-    first.refuse_change()
-    return first
+    candidates: list[VerifiedCheckpoint] = [*filter(None, from_each_rank(verified))]
+    seen_here = next((found for found in candidates if found.is_unchanged()), first)
+    seen_here.refuse_change()
+    return seen_here
 
 
 def refuse_other_directory(directory: RunDirectory) -> None:
