@@ -194,8 +194,12 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a whole checkpoint into host memory, on every rank."""
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        """Open a checkpoint on every rank, which then reads only its own shards."""
+        reader: Any = self.checkpoint_io
+        checkpoint: dict[str, Any] = reader.load_checkpoint(
+            checkpoint_path, weights_only=weights_only, whole=False
+        )
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's shard of every saved weight."""

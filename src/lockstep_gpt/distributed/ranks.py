@@ -165,6 +165,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def is_rank_zero() -> bool:
+    """Return whether this is rank 0 of the ranks that have joined, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def from_rank_zero(value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
     return from_each_rank(value)[0]

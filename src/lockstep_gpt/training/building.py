@@ -32,6 +32,10 @@ from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import BatchPlan
 
+# Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
+# mode, tensors that outlive a validation, such as gathered weights, can't be trained with.
+VALIDATION = {"inference_mode": False}
+
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build a `_target_` node with what it accepts of `known`, or raise a `UserError`."""
@@ -153,7 +157,7 @@ def build_trainer(
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [build(node, {}) for node in config.callbacks.values()]
-        make_trainer = deferred({**config.trainer, **places})
+        make_trainer = deferred({**VALIDATION, **config.trainer, **places})
         users_plugins = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
             strategy=build(config.strategy, known),

@@ -33,7 +33,7 @@ from lockstep_gpt.run.resuming import (
     refuse_other_weights,
     rescale_batch_progress,
 )
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim import build_optimizer, copy_restored_state
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
 from lockstep_gpt.training.skipped_updates import SkippedUpdates
@@ -183,6 +183,7 @@ class GPTModule(lightning.LightningModule):
             self.schedule.peak_lr,
             fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
         )
+        optimizer.register_load_state_dict_post_hook(copy_restored_state)
         scheduler = LambdaLR(optimizer, self.schedule.factor)
         return {
             "optimizer": optimizer,

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -29,6 +28,7 @@ from lockstep_gpt.run.callbacks.stopping import (
 )
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
@@ -64,7 +64,7 @@ class Training:
     batch: BatchPlan
     data: LightningDataModule
     module: GPTModule  # has the configuration, the schedule, and the tokenizer
-    resume: str | None  # the checkpoint to continue from; None: step 0
+    resume: VerifiedCheckpoint | None  # what to continue from; None: step 0
     metrics: Metrics
     metrics_file: MetricsFile
     trainer: Trainer
@@ -127,6 +127,7 @@ def assemble(
     disk = checkpoint_io(directory, config, hashes)
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
+    disk.verified = resume
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, module.tokenizer)
 
@@ -188,11 +189,12 @@ def fit(training: Training, started: float) -> None:
     try:
         stop_before_first_step()
         if training.rank == 0:
-            step = step_of(Path(training.resume)) if training.resume else 0
+            step = step_of(training.resume.path) if training.resume else 0
             training.metrics.continue_from(training.metrics_file.truncate_after(step))
         disk: Any = trainer.strategy.checkpoint_io
+        path = str(training.resume.path) if training.resume else None
         try:
-            trainer.fit(training.module, training.data, ckpt_path=training.resume)
+            trainer.fit(training.module, training.data, ckpt_path=path)
         finally:
             disk.wait()  # for all writes
         status = ending.status_of(trainer)

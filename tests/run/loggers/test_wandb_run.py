@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import sum_path
+from lockstep_gpt.run.checkpoint_sums import sum_path
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.wandb_run import WandbRun, id_of
 

@@ -103,7 +103,7 @@ def needs_one_graph(config: Config) -> bool:
 def mask(model: Any, tokenizer: Tokenizer, one_graph: bool = False) -> None:
     """Change a model so that documents don't see each other.
 
-    With `one_graph`, a CPU masks with operations that fit into one compiled graph, as GPUs always do.
+    With `one_graph`, a CPU masks with operations that fit into one compiled graph, as a GPU does.
 
     Raises a `UserError` if the tokenizer has no end of text, or the model not the places for this.
     """

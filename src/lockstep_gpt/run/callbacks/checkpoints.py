@@ -16,6 +16,7 @@ from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -174,6 +175,8 @@ class AtomicCheckpointIO(CheckpointIO):
         self.directory = directory
         self.hashes = hashes
         self.first_written_at: float | None = None  # clock when a first checkpoint was complete
+        # What the ranks resume from, which one rank of each machine has read and verified.
+        self.verified: VerifiedCheckpoint | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -202,11 +205,21 @@ class AtomicCheckpointIO(CheckpointIO):
         files.remove_checkpoint(Path(path))
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+        self,
+        path: Any,
+        map_location: Any = "cpu",
+        weights_only: bool | None = True,
+        whole: bool = True,
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path` if it matches its SHA-256."""
+        """Return the checkpoint at `path` if it matches its SHA-256, or is the verified one.
+
+        If not `whole`, tensors in parts are `SavedShards`.
+        """
         assert weights_only is not False, "a checkpoint is never unpickled"
-        return files.read_checkpoint(Path(path), map_location)
+        verified = self.verified
+        if verified is None or verified.path != Path(path):
+            verified = files.verify_named(Path(path))
+        return files.read_verified(verified, map_location, whole)
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""
