@@ -57,6 +57,8 @@ def arrange_buckets(
     a bucket by 1 / ranks, and divides one that is already there by their number. These round
     differently unless the number is a power of two, so all steps must do the same.
 
+    And with `static_graph`, torch fails if the first backward of all is one without an all-reduce.
+
     Args:
         strategy: of the Trainer; one that isn't DDP has no buckets.
         model: its buffers, such as BatchNorm's statistics, are as before afterward.

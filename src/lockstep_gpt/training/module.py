@@ -113,17 +113,17 @@ class GPTModule(lightning.LightningModule):
             self._arrange_buckets(getattr(data, "micro_size", 1))
 
     def _arrange_buckets(self, micro_size: int) -> None:
-        """Prepare DDP's buckets, if a restart or accumulated gradients need it.
+        """Prepare DDP's buckets for restarts on three or more ranks, and for accumulation.
 
         Without accumulation, keeping gradients saves nothing: DDP moves each into its bucket as it
         arrives. Exact sums keep those of each micro-batch themselves.
         """
-        is_exact = self.config.batch.exact_micro_size is not None
-        accumulates = self.trainer.accumulate_grad_batches > 1 and not is_exact
-        keep = accumulates and can_keep_gradients(self.trainer.strategy)
-        if keep or self.trainer.world_size > 2:
+        accumulates = self.trainer.accumulate_grad_batches > 1
+        if accumulates or self.trainer.world_size > 2:
             shape = (micro_size, self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            is_exact = self.config.batch.exact_micro_size is not None
+            keep = accumulates and not is_exact and can_keep_gradients(self.trainer.strategy)
             batch = (tokens, tokens)
             self.keeps_gradients = arrange_buckets(self.trainer.strategy, self.model, batch, keep)
             self.losses.forget_step()
@@ -227,6 +227,11 @@ class GPTModule(lightning.LightningModule):
         """Free the gradients before a validation; in buckets, they take no memory of their own."""
         if not self.keeps_gradients:
             super().on_validation_model_zero_grad()
+
+    def on_train_end(self) -> None:
+        """Free the gradients also in buckets, which would outlive DDP."""
+        self.keeps_gradients = False
+        self.model.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what the next row of the log needs, and config and tokenizer unless already there.
