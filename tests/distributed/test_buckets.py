@@ -3,6 +3,7 @@
 import lightning
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.exact_sums import GradientSums
@@ -92,6 +93,28 @@ def test_gradients_are_freed_where_buckets_save_nothing_or_zeros_are_wrong(
     seen, _, kept = storages_on_two(on_ranks, new_run, **changes)
     assert not kept
     assert seen[0] == set()
+
+
+class Rows(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def log_metrics(self, metrics, step=None):  # noqa: ARG002
+        self.names += metrics
+
+
+def test_losses_before_the_first_step_are_not_logged(on_ranks, new_run):
+    def fit(_rank):
+        run, rows = new_run(), Rows()
+        run.fit(logger=rows, strategy=strategies.ddp(**SETTINGS), devices=2)
+        return rows.names
+
+    for names in on_ranks(2, fit):
+        assert "val/loss" in names
+        assert "train/loss" not in names  # Lightning logs every 50 steps
 
 
 class Spare(lightning.Callback):

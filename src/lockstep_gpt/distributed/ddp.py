@@ -3,7 +3,6 @@
 from datetime import timedelta
 from typing import Any
 
-import torch
 from lightning.pytorch import strategies
 from torch import Tensor, nn
 
@@ -76,7 +75,8 @@ def arrange_buckets(
     if is_kept:
         # DDP allocates its final buckets in this forward: without gradients, only once.
         gradients = _gradients_of(strategy, model, batch)
-        torch._foreach_zero_(gradients)
+        for gradient in gradients:
+            gradient.zero_()
     else:
         model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):

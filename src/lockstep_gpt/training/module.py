@@ -124,8 +124,11 @@ class GPTModule(lightning.LightningModule):
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             is_exact = self.config.batch.exact_micro_size is not None
             keep = accumulates and not is_exact and can_keep_gradients(self.trainer.strategy)
-            batch = (tokens, tokens)
+            batch = (tokens, tokens.clone())  # a compiled model would be compiled again for others
+            logs_losses = self.logs_losses
+            self.logs_losses = False  # these are of no step
             self.keeps_gradients = arrange_buckets(self.trainer.strategy, self.model, batch, keep)
+            self.logs_losses = logs_losses
             self.losses.forget_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
