@@ -34,15 +34,25 @@ def test_a_run_without_a_tracker_needs_no_wandb(command, without_wandb):
     assert (process.returncode, command.summary("run")["status"]) == (0, "done"), err
 
 
-def test_all_tests_can_be_collected_without_wandb(without_wandb):
-    words = ["-m", "gpu", "--collect-only", "-q", "-n0", "-p", "no:cacheprovider"]
+def run_tests(environment, *words):
+    """Run pytest in a separate process, and return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
+        [sys.executable, "-m", "pytest", *words, "-q", "-n0", "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env={**os.environ, **without_wandb},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert "tests/test_gpu.py::test_nccl_trains_at_world_size_one" in done.stdout
+    return done.stdout
+
+
+def test_all_tests_can_be_collected_without_wandb(without_wandb):
+    collected = run_tests(without_wandb, "-m", "gpu", "--collect-only")
+    assert "tests/test_gpu.py::test_nccl_trains_at_world_size_one" in collected
+
+
+def test_tests_start_ranks_without_wandb(without_wandb):
+    tests = ("tests/distributed/test_exact_runs.py", "-k", "on_other_numbers_of_devices")
+    assert "1 passed" in run_tests(without_wandb, *tests)
