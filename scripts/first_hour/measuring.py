@@ -19,6 +19,7 @@ from report import CUT_OFF, FAILED, OK, REFUSED, SKIPPED, Report, Row, last_line
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 ROOT = PROGRAMS.parents[2]  # the project
 SHORTEST = 15.0  # seconds: with less time left, nothing starts
+PATIENCE = 10  # a dry run has limits this much higher: other programs keep its CPU busy
 FAREWELL = 10.0  # seconds from SIGTERM to SIGKILL, so that launchers can end their ranks
 WRONG_SETTING = 2  # exit status of the project's commands for what it refuses, in one line
 ABSENT_EXTRA = re.compile(r"needs the extra \w+")
@@ -90,7 +91,10 @@ class Stage:
         for measurement in self.measurements:
             if only in measurement.name:
                 hour.report.drop(self.letter, measurement.name)
-                deadline = min(end, time.monotonic() + measurement.seconds)
+                seconds = measurement.seconds
+                if hour.dry:
+                    seconds *= PATIENCE
+                deadline = min(end, time.monotonic() + seconds)
                 Job(hour, self.letter, measurement, deadline).do()
 
 

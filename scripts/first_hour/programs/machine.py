@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -71,4 +70,4 @@ def first_line(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
