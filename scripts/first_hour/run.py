@@ -12,11 +12,13 @@ The README in this folder says more. Exit status 1: something failed.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import comparison
 import hard_cases
@@ -37,16 +39,24 @@ DRY_RANKS = 2
 def main() -> int:
     """Run the stages that the command line names, and return the exit status."""
     options = parse_options()
+    if importlib.util.find_spec("lockstep_gpt") is None:
+        refuse(f"{sys.executable} cannot import lockstep_gpt; use the project's environment")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     titles = {letter: stage.title for letter, stage in STAGES.items()}
     facts, devices = describe_machine(options.dry)
     report = Report(out, titles, facts, options.dry)
     hour = Hour(out, report, options.dry, devices, options.nanogpt, options.seconds)
-    with contextlib.suppress(KeyboardInterrupt):  # the report so far is complete
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends our processes, too
+    interrupted = False
+    try:
         for letter in options.stages or STAGES:
             STAGES[letter].run(hour, options.only)
+    except KeyboardInterrupt:  # the report so far is complete
+        interrupted = True
     print(f"\nthe report: {report.path}")
+    if interrupted:
+        return 128 + signal.SIGINT
     rows = [row for letter in STAGES for row in report.rows(letter)]
     return int(any(row.status == FAILED for row in rows))
 
@@ -77,9 +87,14 @@ def describe_machine(dry: bool) -> tuple[dict[str, str], int]:
     if dry:
         return facts, DRY_RANKS
     if not gpus:
-        sys.stderr.write("run.py: torch finds no GPU; --dry tests the measurements on a CPU\n")
-        sys.exit(2)
+        refuse("torch finds no GPU; --dry tests the measurements on a CPU")
     return facts, gpus
+
+
+def refuse(line: str) -> NoReturn:
+    """Print why this cannot be done, and exit with status 2."""
+    sys.stderr.write(f"run.py: {line}\n")
+    sys.exit(2)
 
 
 if __name__ == "__main__":

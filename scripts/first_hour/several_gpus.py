@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from measuring import PROGRAMS, Failure, Job, Measurement, Skip, Stage
 from runs import command, new_folder, refuse_different, smoke, speed
-from works import named_backend
+from works import checked_backend
 
 SAMPLES = 8  # of a step of the smoke experiment: ranks must divide it
 BATCH = 512  # samples of a step, the same for any number of devices: that of the recipes
@@ -55,7 +55,7 @@ def join_torchrun(job: Job) -> None:
     backend = "+callbacks.backend._target_=callbacks.Backend"
     launcher = torchrun(smoke_devices(job))
     output = job.run(command(job, new_folder(job), *words, backend, launcher=launcher))
-    job.say(named_backend(output))
+    job.say(checked_backend(job, output))
 
 
 def survive_a_kill(job: Job) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 
-from measuring import ROOT, Job, Measurement, Skip, Stage
+from measuring import ROOT, Failure, Job, Measurement, Skip, Stage
 from runs import COMMAND, command, measure_speed, new_folder, smoke
 
 GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it
@@ -18,7 +18,7 @@ def smoke_through_warm_forks(job: Job) -> None:
     An error "Cannot re-initialize CUDA in forked subprocess" means that an import has initialized
     CUDA in the process that ranks are forks of; `warm.enabled=false` avoids it.
     """
-    run = smoke(job)
+    run = smoke(job, "trainer.devices=1")
     job.say(f"val_loss {run.summary['val_loss']:.4f}", notes=run.receipt("devices", "strategy"))
 
 
@@ -26,7 +26,7 @@ def ddp_at_world_size_one(job: Job) -> None:
     """Run DDP and its process group on one device."""
     backend = "+callbacks.backend._target_=callbacks.Backend"
     run = smoke(job, "trainer.devices=1", "strategy=ddp", backend)
-    job.say(f"val_loss {run.summary['val_loss']:.4f}", notes=named_backend(run.output))
+    job.say(f"val_loss {run.summary['val_loss']:.4f}", notes=checked_backend(job, run.output))
 
 
 def torchrun_with_one_rank(job: Job) -> None:
@@ -36,13 +36,17 @@ def torchrun_with_one_rank(job: Job) -> None:
     words = ("experiment=smoke", "callbacks.sample=null", "strategy=ddp")
     backend = "+callbacks.backend._target_=callbacks.Backend"
     output = job.run(command(job, folder, *words, backend, launcher=torchrun))
-    job.say(named_backend(output))
+    job.say(checked_backend(job, output))
 
 
-def named_backend(output: str) -> str:
-    """Return what `callbacks.Backend` has printed."""
-    match = re.search(r"^backend .*$", output, re.MULTILINE)
-    return match[0] if match else "no backend was printed"
+def checked_backend(job: Job, output: str) -> str:
+    """Return what `callbacks.Backend` has printed, unless ranks use another backend than NCCL."""
+    expected = "gloo" if job.hour.dry else "nccl"
+    match = re.search(r"^backend (\S+), .*$", output, re.MULTILINE)
+    if match is None or match[1] != expected:
+        used = match[0] if match else "no backend was printed"
+        raise Failure(f"{used}; expected {expected}")
+    return match[0]
 
 
 def tests_of_gpus(job: Job) -> None:
@@ -63,10 +67,10 @@ def tests_of_gpus(job: Job) -> None:
 def doctor(job: Job) -> None:
     """Measure the machine: products, memory, links."""
     profile = job.hour.out / "profile.json"
-    words = ["doctor", f"trainer={job.hour.trainer}", f"data.root={job.hour.out / 'data'}"]
-    if job.hour.dry:
-        words.append("trainer.devices=1")
-    output = job.run([*COMMAND, *words, f"run_dir={job.folder()}", "--save-profile", profile])
+    words = [f"trainer={job.hour.trainer}", "precision=bf16-mixed", "experiment=smoke"]
+    words += ["batch.global_size=512", f"data.root={job.hour.out / 'data'}"]  # for any devices
+    flags = ["--save-profile", profile]
+    output = job.run([*COMMAND, "doctor", *words, f"run_dir={job.folder()}", *flags])
     lines = output.strip().splitlines()
     job.say(lines[-1], notes="saved in profile.json", folded=output)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import from_container
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "first_hour"
 LIST = """
@@ -28,6 +34,23 @@ MISSING = {
     "SyncBatchNorm": "needs GPUs",
     "modern_124m, fsdp2": "does not work with strategy=fsdp2",
 }
+OF_EXTRAS = re.compile("needs the extra")
+# What a run would have left, for measurements that go on with its figures.
+SUMMARY = {
+    "status": "done",
+    "step": 1,
+    "peak_memory_gb": 1.0,
+    "first_step_seconds": 1.0,
+    "train_loss": 1.0,
+    "val_loss": 1.0,
+    "wall_seconds": 1.0,
+    "weights": {"20": "a hash"},
+}
+METRICS = "train/loss,throughput/tokens_per_second\n1,1\n1,1\n"
+PRINTED = """\
+rank 1 was killed by SIGKILL; restarting all ranks
+{"rows": [{"memory": {"weights": 1}}]}
+"""
 # Measurements that end in each way, on a stage of a few seconds.
 LIMITS = """
 import sys
@@ -131,6 +154,75 @@ def test_a_stage_ends_in_time_and_a_row_can_be_measured_again(tmp_path):
     assert len(statuses) == 6
     assert statuses.pop("good: one") == "ok"
     assert {*statuses.values()} == {"cut off"}
+
+
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Return the words of all processes that the hour starts on eight GPUs; none is started."""
+    monkeypatch.syspath_prepend(FOLDER)
+    before = set(sys.modules)
+    import measuring
+    import report
+    import run
+
+    words = []
+
+    class Done:
+        returncode = 0
+
+        def poll(self):
+            return 0
+
+        def terminate(self):
+            pass
+
+    @contextlib.contextmanager
+    def record(_job, command, **_environment):
+        words.append([str(word) for word in command])
+        for word in words[-1]:
+            if word.startswith("run_dir="):
+                folder = Path(word.partition("=")[2])
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "summary.json").write_text(json.dumps(SUMMARY))
+                (folder / "metrics.csv").write_text(METRICS)
+        yield Done()
+
+    monkeypatch.setattr(measuring.Job, "started", record)
+    monkeypatch.setattr(measuring.Job, "output", lambda _: PRINTED)
+    pages = report.Report(tmp_path, dict.fromkeys(run.STAGES, ""), {"devices": "8"}, False)
+    hour = measuring.Hour(tmp_path, pages, dry=False, devices=8)
+    for stage in run.STAGES.values():
+        stage.run(hour)
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    return words
+
+
+def test_the_commands_for_gpus_compose_and_their_batches_divide(recorded, capsys):
+    """Dry runs replace the shapes; so this checks the real ones."""
+    trains = 0
+    for words in recorded:
+        if "lockstep_gpt" not in words or "resume=auto" in words:
+            continue
+        launched = [word for word in words if word.startswith("--nproc_per_node=")]
+        arguments = words[words.index("lockstep_gpt") + 1 :]
+        settings = [word for word in arguments[1:] if re.match(r"\+?[a-z]\S*=", word)]
+        if cli.main(["train", *settings, "--cfg", "job"]) != 0:
+            assert OF_EXTRAS.search(capsys.readouterr().err), words
+            continue
+        config = from_container(yaml.safe_load(capsys.readouterr().out))
+        if arguments[0] != "train":
+            continue
+        devices = config.trainer["devices"]
+        if launched:
+            devices = int(launched[0].partition("=")[2])
+        elif devices == "auto":
+            devices = 8
+        batch = plan_batch(config.batch, config.model.block_size, devices, 1)
+        assert plan_schedule(config, batch).total_steps == config.max_steps
+        trains += 1
+    assert trains > 35
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -25,7 +25,8 @@ class Backend(Callback):
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Print it once."""
         if trainer.is_global_zero:
-            print(f"backend {dist.get_backend()}, {dist.get_world_size()} ranks", flush=True)
+            ranks = trainer.world_size
+            print(f"backend {dist.get_backend()}, world size {ranks}", flush=True)
 
 
 class Killer(Callback):
