@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-from wandb.proto import wandb_internal_pb2
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import data_choices
@@ -203,6 +202,8 @@ BLOCK, HEADER = 32768, 7
 
 def read_records(path):
     """Read a `.wandb` file: LevelDB's log format after 7 bytes, a protobuf in each record."""
+    from wandb.proto import wandb_internal_pb2  # all other fixtures work without wandb
+
     content, position, parts = path.read_bytes(), HEADER, []
     while position + HEADER <= len(content):
         if BLOCK - position % BLOCK < HEADER:
