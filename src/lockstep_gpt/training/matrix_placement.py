@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lockstep_gpt.torch_patches import compiled_for_each_shape
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.orthogonalization import orthogonalized
 
@@ -56,7 +57,18 @@ class MatrixPlacement(Protocol):
 
 
 class ReplicatedMatrices:
-    """Each rank keeps and orthogonalizes all matrices; the choice for a single device."""
+    """Each rank keeps and orthogonalizes all matrices; the choice for a single device.
+
+    Args:
+        compiled: compute the whole update of the matrices of one shape in one compiled function.
+        one_by_one: orthogonalize each matrix by itself, not in a stack.
+    """
+
+    def __init__(self, compiled: bool = False, one_by_one: bool = False) -> None:
+        self._one_by_one = one_by_one
+        self._update_together = update_together
+        if compiled:
+            self._update_together = compiled_for_each_shape(update_together)
 
     def keeps(self, matrix: Tensor) -> bool:  # noqa: ARG002
         """Return True."""
@@ -72,7 +84,14 @@ class ReplicatedMatrices:
         for shape, weights in by_shape(matrices):
             averages = [momenta[weight] for weight in weights]
             dtype = orthogonalization.product_type(weights[0].device)
-            update_together(weights, gradients_of(weights), averages, rates_of(shape), dtype)
+            self._update_together(
+                weights,
+                gradients_of(weights),
+                averages,
+                rates_of(shape),
+                dtype,
+                self._one_by_one,
+            )
 
     def whole_momenta(
         self,
@@ -100,22 +119,39 @@ def update_together(
     averages: list[Tensor],
     rates: Rates,
     dtype: torch.dtype,
+    one_by_one: bool,
 ) -> None:
-    """Update N matrices of one shape, and their momentum, as a single device does.
+    """Update N matrices of one shape, and their momentum; `updates_of` explains the arguments."""
+    add_updates(weights, updates_of(gradients, averages, rates, dtype, one_by_one), rates)
+
+
+def updates_of(
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    rates: Rates,
+    dtype: torch.dtype,
+    one_by_one: bool,
+) -> Tensor:
+    """Return orthogonal updates of N matrices of one shape, (N, rows, columns).
 
     Args:
-        weights: of (rows, columns) each; changed in place.
-        gradients: of the weights.
-        averages: their momentum; changed in place.
+        gradients: of (rows, columns) each.
+        averages: the momentum of each matrix; changed in place.
         rates: the factors.
-        dtype: of the products.
+        dtype: of the products and of the result.
+        one_by_one: don't stack the matrices for the products: on a GPU, a product's bits may depend
+            on how many are computed together.
     """
     directions = nesterov_gradients(gradients, averages, rates)
-    add_updates(weights, orthogonalized(directions, dtype), rates)
+    if one_by_one:
+        return torch.cat(
+            [orthogonalized(direction, dtype) for direction in torch.split(directions, 1)]
+        )
+    return orthogonalized(directions, dtype)
 
 
 def nesterov_gradients(gradients: list[Tensor], averages: list[Tensor], rates: Rates) -> Tensor:
-    """Add N gradients to their moving averages; return Nesterov's mean of both.
+    """Add N gradients to their moving averages, and return Nesterov's mean of both.
 
     The result, (N, rows, columns), is what must be orthogonalized.
     """

@@ -16,6 +16,7 @@ from lockstep_gpt.training.matrix_placement import (
     MatrixPlacement,
     Rates,
     ReplicatedMatrices,
+    by_shape,
     gradients_of,
 )
 from lockstep_gpt.training.optim_settings import OptimConfig
@@ -100,9 +101,10 @@ class Muon(torch.optim.Optimizer):
         }
 
     def _update_by_muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        for matrix in matrices:
-            names = ("momentum",) if self.placement.keeps(matrix) else ()
-            self._state(matrix, names)
+        for _, same_shape in by_shape(matrices):  # the order of states in a checkpoint
+            for matrix in same_shape:
+                names = ("momentum",) if self.placement.keeps(matrix) else ()
+                self._state(matrix, names)
         steps = [self.state[matrix]["step"] for matrix in matrices]
         warmed_up = min(1.0, int(steps[0]) / MOMENTUM_WARMUP)
         momentum = MOMENTA[0] + warmed_up * (MOMENTA[1] - MOMENTA[0])

@@ -38,3 +38,9 @@ def product_type(device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not has_fast_bfloat16():
         return torch.float32
     return torch.bfloat16
+
+
+def flops_of(shape: tuple[int, ...]) -> int:
+    """Return the floating-point operations of the products for one matrix of (rows, columns)."""
+    short, long = sorted(shape)
+    return ITERATIONS * (4 * short**2 * long + 2 * short**3)
