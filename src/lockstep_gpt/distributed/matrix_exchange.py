@@ -82,7 +82,7 @@ class MatrixExchange:
     """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], costs: Sequence[float], group: dist.ProcessGroup
+        self, shapes: Sequence[Sequence[int]], costs: Sequence[float], group: dist.ProcessGroup
     ) -> None:
         self._shapes = shapes
         self._group = group

@@ -13,6 +13,7 @@ from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMa
 from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.owned_matrices import OwnedMatrices
+from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 
@@ -47,7 +48,7 @@ def build_optimizer(
 
 
 def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config: Config) -> None:
-    """Let ranks with replicas of the model share Muon's work; other optimizers stay as they are.
+    """Let ranks share Muon's work, on replicas or shards; other optimizers stay as they are.
 
     With exact sums, the matrices that a rank works on may not change their bits. Compiled code may
     add the numbers of one matrix in another order than those of a stack, and so may a GPU.
@@ -58,6 +59,8 @@ def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config
     compiled = config.compile and not is_exact
     one_by_one = is_exact and config.trainer["accelerator"] == "cuda"
     placement: MatrixPlacement = ReplicatedMatrices(compiled, one_by_one)
-    if layout.has_replicas and dist.is_initialized() and dist.get_world_size() > 1:
+    if not layout.has_replicas:
+        placement = ShardedMatrices(compiled)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
         placement = OwnedMatrices(optimizer.matrices, compiled, one_by_one)
     optimizer.placement = placement
