@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.launch.checks import FSDP2
+from lockstep_gpt.training.optim import build_optimizer
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 
@@ -23,6 +24,8 @@ class Sharing:
     gathered_size: int  # bytes per element of a block, in transit and while it computes
     reduced_size: int  # bytes per element of a gradient in transit
     adds_whole: bool = True  # gradients before a step's last micro-batch are added up unsharded
+    matrices: int = 0  # that Muon orthogonalizes, each whole on one rank
+    matrix_elements: int = 0  # of all these
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Sharing | None:
@@ -31,6 +34,9 @@ class Sharing:
         if strategy.get("_target_") != FSDP2:
             return None
         blocks = [_elements(block) for block in getattr(model, "blocks", ())]
+        optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
+        groups = [group["params"] for group in optimizer.param_groups if group.get("muon")]
+        matrices = [matrix for group in groups for matrix in group]
         return cls(
             blocks=len(blocks),
             block=max(blocks, default=0),
@@ -39,6 +45,8 @@ class Sharing:
             gathered_size=SIZES[strategy["param_dtype"]],
             reduced_size=SIZES[strategy["reduce_dtype"]],
             adds_whole=not strategy.get("reduce_each", False),
+            matrices=len(matrices),
+            matrix_elements=sum(matrix.numel() for matrix in matrices),
         )
 
     @property

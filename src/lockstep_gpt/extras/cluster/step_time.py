@@ -20,6 +20,7 @@ MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early
 BACKWARD_SHARE = 2 / 3  # backward's part of both passes (Kaplan et al. 2020, section 2.1)
 BYTES_PER_TOKEN = 2 * 8  # the token and its target, both int64
+PRODUCT_SIZE = 2  # bytes per element in Muon's products: bfloat16 on GPUs
 
 
 RING, TREE = "ring", "tree"
@@ -30,7 +31,7 @@ class StepTime:
     """Seconds of one optimizer step; `all_reduce` overlaps with `compute`, except for `exposed`."""
 
     compute: float
-    all_reduce: float  # under fsdp2: gathers and scatters
+    all_reduce: float  # under fsdp2: gathers and scatters, and Muon's exchange of matrices
     algorithm: str  # NCCL's, for the largest bucket; empty: nothing is exchanged
     exposed: float
     optimizer: float
@@ -173,6 +174,9 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         exposed = 0.0
     elif work.sharing:
         exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
+        matrices = _exchanged_matrices(work.sharing, batch, hardware)
+        exchange += matrices
+        exposed += matrices
         algorithm = RING
         update /= batch.world_size
     else:
@@ -239,3 +243,16 @@ def _sharded(
         earlier_exchange, earlier_exposed = micro_step_seconds(scatter=0.0, scattered_rest=0.0)
     earlier = batch.accumulation - 1
     return earlier * earlier_exchange + exchange, earlier * earlier_exposed + exposed
+
+
+def _exchanged_matrices(sharing: Sharing, batch: BatchPlan, hardware: Hardware) -> float:
+    """Return the seconds in which Muon's matrices meet on their owners, and their updates return.
+
+    In each round, every rank receives a matrix and sends one back, in the type of the products. As
+    a bound from above, nothing hides this, and messages take as many steps as a ring.
+    """
+    if not sharing.matrices:
+        return 0.0
+    rounds = math.ceil(sharing.matrices / batch.world_size)
+    size = PRODUCT_SIZE * sharing.matrix_elements / batch.world_size / rounds
+    return 2 * rounds * gather_seconds(size, batch, hardware)
