@@ -165,6 +165,7 @@ def step_at_another_rate(optimizer, seed):
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
 def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
     shapes = [(6, 10), (10, 6), (6, 10)]
     optimizer, eager = (optimizer_of_matrices(shapes, compiled) for compiled in (True, False))
