@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
-from lockstep_gpt.extras.cluster.kernels import UPDATE
+from lockstep_gpt.extras.cluster.kernels import MUON, UPDATE, UPDATES
 from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
-from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.training.schedule import BatchPlan
 
 MIB = 2**20
@@ -28,10 +28,10 @@ RING, TREE = "ring", "tree"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; `all_reduce` overlaps with `compute`, except for `exposed`."""
+    """Seconds of one optimizer step; `all_reduce` overlaps with the rest, except for `exposed`."""
 
     compute: float
-    all_reduce: float  # under fsdp2: gathers and scatters, and Muon's exchange of matrices
+    all_reduce: float  # and Muon's matrices or updates; under fsdp2: gathers and scatters
     algorithm: str  # NCCL's, for the largest bucket; empty: nothing is exchanged
     exposed: float
     optimizer: float
@@ -155,6 +155,7 @@ class Work:
     compression: float  # of gradients in transit: 0.5 for half precision
     ledger: Callable[[int], Ledger]  # for a micro-batch of this many samples
     sharing: Sharing | None = None  # None: each rank stores the whole model
+    ownership: Ownership | None = None  # of Muon's matrices, if each rank stores the whole model
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
@@ -167,7 +168,7 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     else:
         compute = ledger.compute(batch.accumulation, hardware)
     micro_step = compute / batch.accumulation
-    update = ledger.of(UPDATE).seconds(hardware)
+    update = ledger.of(*UPDATES).seconds(hardware)
     if batch.world_size == 1:
         exchange = 0.0
         algorithm = ""
@@ -181,6 +182,13 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         update /= batch.world_size
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
+        if work.ownership:
+            share = work.ownership.largest_share(batch.world_size)
+            update = share * ledger.of(MUON).seconds(hardware) + ledger.of(UPDATE).seconds(hardware)
+            # Some of it overlaps with the products of the next shape.
+            gather = gather_seconds(work.ownership.updates, batch, hardware)
+            exchange += gather
+            exposed += gather
     return StepTime(
         compute=compute,
         all_reduce=exchange,
