@@ -296,6 +296,15 @@ def test_blocks_in_bfloat16_come_close(command, finished):
     }
 
 
+def test_two_ranks_in_bf16_mixed_round_as_under_ddp(command):
+    modern = ("optim=muon", "model.architecture=modern", "model.bias=false")
+    words = (*modern, "precision=bf16-mixed", "trainer=cpu", "trainer.devices=2")
+    for strategy in ("ddp", "fsdp2"):
+        command.train(*words, f"strategy={strategy}", f"run_dir={strategy}")
+    ours, theirs = (command.summary(strategy)["val_loss"] for strategy in ("fsdp2", "ddp"))
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 BAD = {
     "precision=64-true": "precision=64-true does not work with strategy=fsdp2; set 32",
     "strategy.reduce_each=3": "strategy.reduce_each=3 must be true or false",

@@ -1,20 +1,24 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training import muon
-from lockstep_gpt.training.muon import Muon, build_optimizer, orthogonalized
+from lockstep_gpt.training import orthogonalization
+from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
+from lockstep_gpt.training.muon import Muon, build_optimizer
 from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.orthogonalization import orthogonalized
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}
 
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    monkeypatch.setattr(muon, "_product_type", lambda _: torch.float32)
+    monkeypatch.setattr(orthogonalization, "product_type", lambda _: torch.float32)
 
 
 def model():
@@ -36,19 +40,19 @@ def step(gpt, optimizer, seed=1):
 
 def test_singular_values_end_near_1():
     matrices = torch.randn(5, 16, 40)
-    values = torch.linalg.svdvals(orthogonalized(matrices))
+    values = torch.linalg.svdvals(orthogonalized(matrices, torch.float32))
     assert values.min() > 0.65
     assert values.max() < 1.25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_but_tiny_singular_values_end_between_0_6_and_1_25(monkeypatch, dtype):
-    monkeypatch.setattr(muon, "_product_type", lambda _: dtype)
+def test_all_but_tiny_singular_values_end_between_0_6_and_1_25(dtype):
     u, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
     v, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)))
     values = torch.logspace(-4, 0, 64)
     values = values / values.norm()
-    after = (u.mT @ orthogonalized((u @ values.diag() @ v)[None])[0] @ v.mT).diag()
+    update = orthogonalized((u @ values.diag() @ v)[None], dtype)[0].float()
+    after = (u.mT @ update @ v.mT).diag()
     assert after[values > 0.005].min() > 0.6
     assert after[values > 0.005].max() < 1.25
     assert after[values < 0.0005].max() < 0.6
@@ -58,7 +62,8 @@ def test_the_directions_are_those_of_the_nearest_orthogonal_matrix():
     matrix = torch.randn(1, 12, 12)
     u, _, v = torch.linalg.svd(matrix)
     nearest = u @ v
-    cosine = (orthogonalized(matrix) * nearest).sum() / orthogonalized(matrix).norm()
+    update = orthogonalized(matrix, torch.float32)
+    cosine = (update * nearest).sum() / update.norm()
     assert cosine / nearest.norm() > 0.97
 
 
@@ -140,3 +145,54 @@ def test_a_saved_state_resumes_bit_for_bit():
     for each, its in ((gpt, optimizer), (other, again)):
         step(each, its, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), other.parameters(), strict=True))
+
+
+def optimizer_of_matrices(shapes, compiled):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    group = {"params": weights, "lr": 0.02, "muon": True, "weight_decay": 0.1}
+    optimizer = Muon([group], (0.9, 0.95), 1e-8)
+    optimizer.placement = ReplicatedMatrices(compiled)
+    return optimizer
+
+
+def step_at_another_rate(optimizer, seed):
+    torch.manual_seed(seed)
+    for weight in optimizer.matrices:
+        weight.grad = torch.randn_like(weight)
+    optimizer.param_groups[0]["lr"] = 0.02 / (seed + 1)
+    optimizer.found_inf = torch.tensor(float(seed == 5))  # an update that is skipped
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
+def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
+    shapes = [(6, 10), (10, 6), (6, 10)]
+    optimizer, eager = (optimizer_of_matrices(shapes, compiled) for compiled in (True, False))
+    torch._dynamo.reset()
+    counters.clear()
+    for seed in range(10):  # the momentum differs, too
+        step_at_another_rate(optimizer, seed)
+        step_at_another_rate(eager, seed)
+        if seed == 5:
+            resumed = optimizer_of_matrices(shapes, compiled=True)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for weight, now in zip(resumed.matrices, optimizer.matrices, strict=True):
+                weight.data.copy_(now)
+        if seed > 5:
+            step_at_another_rate(resumed, seed)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    for weight, other, again in zip(
+        optimizer.matrices, eager.matrices, resumed.matrices, strict=True
+    ):
+        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-6)
+        assert torch.equal(weight, again)
+
+
+def test_more_shapes_can_be_compiled_than_torch_s_limit(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    optimizer = optimizer_of_matrices([(5, size) for size in range(1, 12)], compiled=True)
+    step_at_another_rate(optimizer, 0)  # with one graph per shape; otherwise, torch raises an error
+    assert len(optimizer.matrices) == 11 > torch._dynamo.config.recompile_limit

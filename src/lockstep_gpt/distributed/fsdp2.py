@@ -61,6 +61,8 @@ def build_fsdp2(
         MixedPrecisionPolicy(
             param_dtype=getattr(torch, param_dtype),
             reduce_dtype=getattr(torch, reduce_dtype),
+            # Otherwise, activations that autocast made bfloat16 would become float32 again.
+            cast_forward_inputs=param_dtype != "float32",
         ),
         reshard_after_forward,
         save_parts,

@@ -33,7 +33,7 @@ from lockstep_gpt.run.resuming import (
     refuse_other_weights,
     rescale_batch_progress,
 )
-from lockstep_gpt.training.optim import build_optimizer, copy_restored_state
+from lockstep_gpt.training.optim import build_optimizer, copy_restored_state, place_matrices
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
 from lockstep_gpt.training.skipped_updates import SkippedUpdates
@@ -97,14 +97,14 @@ class GPTModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Place the model on the ranks, and compile it; there is no optimizer yet."""
+        self.layout = layout_of(self.trainer.strategy)
         if self._is_placed:  # a test after training uses the same ranks
             return
         self._is_placed = True
-        layout_of(self.trainer.strategy).place_model(self.model, self.config.compile)
+        self.layout.place_model(self.model, self.config.compile)
 
     def on_train_start(self) -> None:
-        """Find where the strategy has put the model, and prepare it for the first step."""
-        self.layout = layout_of(self.trainer.strategy)
+        """Prepare the first step, once the strategy has put everything in place."""
         self.skipped.count = self.skipped.count.to(self.device)
         self.losses.move_to(self.device)
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
@@ -200,6 +200,7 @@ class GPTModule(lightning.LightningModule):
             self.schedule.peak_lr,
             fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
         )
+        place_matrices(optimizer, self.layout, self.config)
         optimizer.register_load_state_dict_post_hook(copy_restored_state)
         scheduler = LambdaLR(optimizer, self.schedule.factor)
         return {

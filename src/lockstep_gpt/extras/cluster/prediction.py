@@ -145,6 +145,7 @@ def _work(room: Room) -> Work:
         compression=COMPRESSION.get(config.strategy.get("comm_hook", "none"), 1.0),
         ledger=cache(lambda micro_size: ledger(config, model.vocab_size, micro_size, memory)),
         sharing=room.sharing,
+        ownership=room.ownership,
     )
 
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
-from lockstep_gpt.extras.cluster.kernels import UPDATE
+from lockstep_gpt.extras.cluster.kernels import MUON, UPDATE, UPDATES
 from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
-from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.training.schedule import BatchPlan
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early
 BACKWARD_SHARE = 2 / 3  # backward's part of both passes (Kaplan et al. 2020, section 2.1)
 BYTES_PER_TOKEN = 2 * 8  # the token and its target, both int64
+PRODUCT_SIZE = 2  # bytes per element in Muon's products: bfloat16 on GPUs
 
 
 RING, TREE = "ring", "tree"
@@ -27,10 +28,10 @@ RING, TREE = "ring", "tree"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; `all_reduce` overlaps with `compute`, except for `exposed`."""
+    """Seconds of one optimizer step; `all_reduce` overlaps with the rest, except for `exposed`."""
 
     compute: float
-    all_reduce: float  # under fsdp2: gathers and scatters
+    all_reduce: float  # and Muon's matrices or updates; under fsdp2: gathers and scatters
     algorithm: str  # NCCL's, for the largest bucket; empty: nothing is exchanged
     exposed: float
     optimizer: float
@@ -154,6 +155,7 @@ class Work:
     compression: float  # of gradients in transit: 0.5 for half precision
     ledger: Callable[[int], Ledger]  # for a micro-batch of this many samples
     sharing: Sharing | None = None  # None: each rank stores the whole model
+    ownership: Ownership | None = None  # of Muon's matrices, if each rank stores the whole model
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
@@ -166,17 +168,27 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     else:
         compute = ledger.compute(batch.accumulation, hardware)
     micro_step = compute / batch.accumulation
-    update = ledger.of(UPDATE).seconds(hardware)
+    update = ledger.of(*UPDATES).seconds(hardware)
     if batch.world_size == 1:
         exchange = 0.0
         algorithm = ""
         exposed = 0.0
     elif work.sharing:
         exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
+        matrices = _exchanged_matrices(work.sharing, batch, hardware)
+        exchange += matrices
+        exposed += matrices
         algorithm = RING
         update /= batch.world_size
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
+        if work.ownership:
+            share = work.ownership.largest_share(batch.world_size)
+            update = share * ledger.of(MUON).seconds(hardware) + ledger.of(UPDATE).seconds(hardware)
+            # Some of it overlaps with the products of the next shape.
+            gather = gather_seconds(work.ownership.updates, batch, hardware)
+            exchange += gather
+            exposed += gather
     return StepTime(
         compute=compute,
         all_reduce=exchange,
@@ -239,3 +251,16 @@ def _sharded(
         earlier_exchange, earlier_exposed = micro_step_seconds(scatter=0.0, scattered_rest=0.0)
     earlier = batch.accumulation - 1
     return earlier * earlier_exchange + exchange, earlier * earlier_exposed + exposed
+
+
+def _exchanged_matrices(sharing: Sharing, batch: BatchPlan, hardware: Hardware) -> float:
+    """Return the seconds in which Muon's matrices meet on their owners, and their updates return.
+
+    In each round, every rank receives a matrix and sends one back, in the type of the products. As
+    a bound from above, nothing hides this, and messages take as many steps as a ring.
+    """
+    if not sharing.matrices:
+        return 0.0
+    rounds = math.ceil(sharing.matrices / batch.world_size)
+    size = PRODUCT_SIZE * sharing.matrix_elements / batch.world_size / rounds
+    return 2 * rounds * gather_seconds(size, batch, hardware)
