@@ -165,6 +165,17 @@ def step_at_another_rate(optimizer, seed):
     optimizer.step()
 
 
+def test_matrices_orthogonalized_one_by_one_have_the_bits_of_stacks():
+    shapes = [(20, 30), (30, 20), (20, 30), (17, 17)]
+    stacked, alone = (optimizer_of_matrices(shapes, compiled=False) for _ in range(2))
+    alone.placement = ReplicatedMatrices(one_by_one=True)
+    for seed in range(3):
+        step_at_another_rate(stacked, seed)
+        step_at_another_rate(alone, seed)
+    pairs = zip(stacked.matrices, alone.matrices, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
 def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
     shapes = [(6, 10), (10, 6), (6, 10)]
