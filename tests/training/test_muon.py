@@ -59,7 +59,7 @@ def test_all_but_tiny_singular_values_end_between_0_6_and_1_25(dtype):
 
 
 def test_the_directions_are_those_of_the_nearest_orthogonal_matrix():
-    matrix = torch.randn(1, 12, 12)
+    matrix = torch.randn(1, 12, 12, generator=torch.Generator().manual_seed(0))
     u, _, v = torch.linalg.svd(matrix)
     nearest = u @ v
     update = orthogonalized(matrix, torch.float32)
@@ -163,6 +163,17 @@ def step_at_another_rate(optimizer, seed):
     optimizer.param_groups[0]["lr"] = 0.02 / (seed + 1)
     optimizer.found_inf = torch.tensor(float(seed == 5))  # an update that is skipped
     optimizer.step()
+
+
+def test_matrices_orthogonalized_one_by_one_have_the_bits_of_stacks():
+    shapes = [(20, 30), (30, 20), (20, 30), (17, 17)]
+    stacked, alone = (optimizer_of_matrices(shapes, compiled=False) for _ in range(2))
+    alone.placement = ReplicatedMatrices(one_by_one=True)
+    for seed in range(3):
+        step_at_another_rate(stacked, seed)
+        step_at_another_rate(alone, seed)
+    pairs = zip(stacked.matrices, alone.matrices, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own

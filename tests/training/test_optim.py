@@ -2,9 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep_gpt.distributed.strategies import WholeModels
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training import optim
+from lockstep_gpt.training.optim import build_optimizer, place_matrices
 from lockstep_gpt.training.optim_settings import OptimConfig
 
 CONFIG = OptimConfig(algorithm="adamw", weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
@@ -83,3 +85,24 @@ def test_any_module_gets_both_groups_and_can_step(model: nn.Module) -> None:
 def test_devices_without_the_fused_kernel_use_the_plain_one() -> None:
     optimizer = build_optimizer(gpt().to("meta"), CONFIG, lr=1e-3)
     assert optimizer.defaults["fused"] is None
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "compiled", "exact", "flags"),
+    [
+        ("cpu", False, None, (False, False)),
+        ("cuda", True, None, (True, False)),
+        ("cpu", True, 2, (False, False)),
+        ("cuda", True, 2, (False, True)),
+    ],
+)
+def test_with_exact_sums_muon_is_not_compiled_and_a_gpu_stacks_nothing(
+    monkeypatch, new_run, accelerator, compiled, exact, flags
+):
+    monkeypatch.setattr(optim, "ReplicatedMatrices", lambda *flags: flags)
+    batch = {"exact_micro_size": exact}
+    config = new_run(optim={"algorithm": "muon"}, compile=compiled, batch=batch).config
+    config.trainer = {"accelerator": accelerator}
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), config.optim, lr=1.0)
+    place_matrices(optimizer, WholeModels(), config)
+    assert optimizer.placement == flags

@@ -1,19 +1,23 @@
 """The optimizer: which parameters decay, and which kernel updates them."""
 
+from __future__ import annotations
+
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.strategies import ModelLayout
 from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.owned_matrices import OwnedMatrices
 from lockstep_gpt.training.sharded_matrices import ShardedMatrices
+
+if TYPE_CHECKING:  # it imports Lightning, which takes seconds, and plans need none
+    from lockstep_gpt.distributed.strategies import ModelLayout
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 

@@ -70,16 +70,16 @@ class OwnedMatrices:
         """Update all matrices; those of one shape travel while those of the next are computed."""
         short = [matrix for matrix in matrices if matrix not in self._owners]
         self._everywhere.update(short, momenta, rates_of)
-        before: tuple[Gathering, list[Tensor], Rates] | None = None
+        pending: tuple[Gathering, list[Tensor], Rates] | None = None
         for shape, weights in by_shape([matrix for matrix in matrices if matrix in self._owners]):
             rates = rates_of(shape)
             weights.sort(key=self._owners.__getitem__)  # the order in which updates arrive
             gathering = self._send_updates(weights, momenta, rates)
-            if before is not None:
-                self._add(*before)
-            before = gathering, weights, rates
-        if before is not None:
-            self._add(*before)
+            if pending is not None:
+                self._add(*pending)
+            pending = gathering, weights, rates
+        if pending is not None:
+            self._add(*pending)
 
     def _send_updates(
         self, weights: list[Tensor], momenta: Mapping[Tensor, Tensor], rates: Rates

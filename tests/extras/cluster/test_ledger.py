@@ -15,7 +15,14 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE
-from lockstep_gpt.extras.cluster.kernels import LOSS, MODEL, SUMS, UPDATE, Recorder
+from lockstep_gpt.extras.cluster.kernels import (
+    LOSS,
+    MODEL,
+    MUON,
+    SUMS,
+    UPDATE,
+    Recorder,
+)
 from lockstep_gpt.extras.cluster.ledger import Ledger, ledger, trace
 from lockstep_gpt.extras.cluster.prediction import predict
 from lockstep_gpt.extras.cluster.tracing import shaped
@@ -177,6 +184,19 @@ def test_an_update_moves_weights_gradients_and_moments_through_memory(recipe, cl
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in shaped(SMALL, 300, "32-true").parameters())
     assert book.of(UPDATE).moved == pytest.approx(per_weight * weights, rel=0.02)
+
+
+@pytest.mark.parametrize("words", [(), ("batch.exact_micro_size=32",)], ids=["", "exact"])
+def test_muon_s_kernels_are_fused_by_the_compiler_except_with_exact_sums(words):
+    config = composed("experiment=modern_124m", "model.ngram_rows=0", *words)
+    config.model = replace(SMALL, architecture="modern", bias=False)
+    books = [ledger(replace(config, compile=compiled), 300, 2) for compiled in (True, False)]
+    numbers = [book.of(MUON).kernels.total() for book in books]
+    products = [book.of(MUON).total("flops") for book in books]
+    assert products[0] == products[1] > 0
+    assert (numbers[0] < numbers[1]) == (not words)
+    # Four shapes at most, 15 products and a kernel for the rest.
+    assert (numbers[0] <= 4 * 16) == (not words)
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", *filter(partial(is_module, "training"), ["muon"])])

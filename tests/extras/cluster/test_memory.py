@@ -22,7 +22,7 @@ from lockstep_gpt.extras.cluster.memory import (
     States,
     footprint,
 )
-from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.extras.cluster.tracing import built, step, trace_peak
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -112,6 +112,26 @@ def test_states_are_those_that_the_optimizer_makes(composed, algorithm):
     moments = [value for state in optimizer.state.values() for value in state.values()]
     size = sum(moment.nbytes for moment in moments if moment.ndim)
     assert States.of(model, config).optimizer == size
+
+
+def test_a_rank_keeps_its_share_of_muon_s_momentum(composed):
+    config = composed("optim=muon", "model.n_layer=4", "model.n_embd=64")
+    model = memory.whole_model(config, 256)
+    whole = States.of(model, config.optim).optimizer
+    matrices = 4 * sum(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if name.startswith("blocks.") and weight.ndim == 2
+    )
+    ownership = Ownership.of(config, model)
+    assert ownership.saved(1) == 0
+    assert ownership.saved(4) == matrices * 3 / 4
+    room = Room.of(config, HARDWARE["h100"], 256)
+    assert [room.memory(1, ranks).optimizer for ranks in (1, 4)] == [
+        whole,
+        whole - matrices * 3 / 4,
+    ]
+    assert Ownership.of(composed("optim=adamw"), model) is None
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(composed):

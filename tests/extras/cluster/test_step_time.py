@@ -6,10 +6,17 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
-from lockstep_gpt.extras.cluster.kernels import BLOCKS, MEMORY, SUMS, UPDATE, Kernel
+from lockstep_gpt.extras.cluster.kernels import (
+    BLOCKS,
+    MEMORY,
+    MUON,
+    SUMS,
+    UPDATE,
+    Kernel,
+)
 from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
-from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.extras.cluster.step_time import (
     MIB,
     Work,
@@ -179,6 +186,20 @@ def test_gradients_that_add_up_whole_are_scattered_once_a_step():
     scatter = 7 / 8 * 4 * (10**8 + 10**6) / (300 * GB)
     assert one.all_reduce == pytest.approx(3 * scatter)
     assert four.all_reduce == pytest.approx((4 * 2 + 1) * scatter)
+
+
+def test_ranks_share_muon_s_products_and_gather_its_updates():
+    kernels = Counter([Kernel(MUON, MEMORY, 800 * MIB, 0), Kernel(UPDATE, MEMORY, 80 * MIB, 0)])
+    ownership = Ownership(((1024, 1024),) * 12, size=4)
+    work = replace(WORK, ledger=lambda _: Ledger(kernels), ownership=ownership)
+    alone, eight = (step_time(work, spread(ranks), STILL) for ranks in (1, 8))
+    # Of twelve matrices, four ranks own two.
+    assert eight.optimizer == pytest.approx(alone.optimizer * (800 * 2 / 12 + 80) / 880)
+    everywhere = step_time(replace(work, ownership=None), spread(8), STILL)
+    assert everywhere.optimizer == alone.optimizer
+    gather = 7 / 8 * 12 * 2 * MIB / (300 * GB)
+    assert eight.all_reduce == pytest.approx(everywhere.all_reduce + gather)
+    assert eight.exposed == pytest.approx(everywhere.exposed + gather)
 
 
 def test_buckets_are_those_that_torch_makes():

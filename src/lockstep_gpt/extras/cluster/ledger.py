@@ -19,7 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.hardware import Hardware
-from lockstep_gpt.extras.cluster.kernels import MODEL, MUON, SUMS, UPDATE, Kernel, Recorder
+from lockstep_gpt.extras.cluster.kernels import (
+    MODEL,
+    MUON,
+    SUMS,
+    UPDATE,
+    Kernel,
+    Recorder,
+)
 from lockstep_gpt.extras.cluster.tracing import as_on_a_gpu, changed, shaped, step
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT
