@@ -96,6 +96,11 @@ class Config(Checked):
         check_trainer(self.trainer)
         check_strategy(self.strategy)
 
+    @property
+    def tensor_parallel(self) -> Any:
+        """How many ranks split each matrix, and so have the same samples; 1: none does."""
+        return self.strategy.get("tensor_parallel", 1)
+
 
 GROUPS: dict[str, type[Checked]] = {
     "batch": BatchConfig,

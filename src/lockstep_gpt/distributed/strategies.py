@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
 
@@ -25,8 +26,11 @@ class ModelLayout(Protocol):
     def whole_model(self, model: nn.Module) -> nn.Module | None:
         """Return all of the model on rank 0, None elsewhere; every rank must call this."""
 
+    def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
+        """Return the norm of all weights' gradients, by which this rank's can be clipped."""
+
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of all gradients, from that of this rank's."""
+        """Return `gradient_norm`'s result as a plain tensor; every rank must call this."""
 
 
 class WholeModels:
@@ -43,9 +47,18 @@ class WholeModels:
         """Return the model."""
         return model
 
+    def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
+        """Return the norm of the weights' gradients."""
+        return norm_of_gradients(weights)
+
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm."""
         return norm
+
+
+def norm_of_gradients(weights: list[nn.Parameter]) -> Tensor:
+    """Return the norm of the gradients of `weights`, some of which may have none."""
+    return get_total_norm([weight.grad for weight in weights if weight.grad is not None])
 
 
 def layout_of(strategy: Strategy) -> ModelLayout:
@@ -77,7 +90,7 @@ def ddp(
 
 
 def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
-    """Return the strategy that shards over all ranks; with a single rank, nothing is sharded.
+    """Return the strategy that shards over all ranks; with a single rank, nothing is.
 
     configs/strategy/fsdp2.yaml explains the settings, `fsdp2.build_fsdp2` their types.
     """
