@@ -191,9 +191,8 @@ class ShardedStrategy(ModelParallelStrategy):
         states = ParallelStrategy.optimizer_state(self, optimizer)
         if self._save_parts:
             return states
-        weights: list[Any] = [
-            weight for group in optimizer.param_groups for weight in group["params"]
-        ]
+        groups = optimizer.param_groups
+        weights = [weight for group in groups for weight in group["params"]]
         by_number = {
             number: gathered(state, self._join_of(self._names[weights[number]]))
             for number, state in cast(dict[int, Any], states["state"]).items()

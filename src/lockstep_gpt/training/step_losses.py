@@ -90,6 +90,6 @@ class StepLosses:
         self.sums = {index: total.to(device) for index, total in self.sums.items()}
 
     def _sums_of_ranks(self) -> Tensor:
-        """Return the sums of ranks with samples of their own, (ranks, micro-batches), on the host."""
+        """Return the ranks' sums over their own samples, (ranks, micro-batches), on the host."""
         sums = tensors_of_ranks(torch.stack([*self.sums.values()]))
         return sums[:: self.copies].cpu()
