@@ -95,6 +95,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     lightning_restore_optimizer = True
     has_replicas = False
+    _tensor_ranks: TensorRanks | None = None  # None: each rank computes with whole matrices
 
     def __init__(
         self,
@@ -109,7 +110,6 @@ class ShardedStrategy(ModelParallelStrategy):
         self._reshard = reshard_after_forward
         self._save_parts = save_parts
         self._reduce_each = reduce_each
-        self._tensor_ranks: TensorRanks | None = None  # None: each rank computes whole matrices
 
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
