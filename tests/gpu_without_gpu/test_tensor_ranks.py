@@ -80,6 +80,20 @@ def test_blocks_share_one_graph_and_nothing_is_compiled_again(new_run, graphs, s
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("shape", [GPT, MODERN], ids=["gpt", "modern"])
+def test_compiled_ranks_have_the_losses_of_eager_ones(new_run, losses_on_two, shape):
+    def losses(compiled):
+        return losses_on_two(
+            lambda: new_run(max_steps=4, model=shape, compile=compiled),
+            lambda: strategies.fsdp2(**{**SETTINGS, "world_size": 2}),
+        )
+
+    (eager, _), (compiled, made) = losses(False), losses(True)
+    assert made == ([("train", 0)] * 2 + [("validate", 0)] * 2,) * 2
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
 def test_dropout_is_refused_on_gpus_whose_kernels_draw_it(composed):
     words = ("optim=adamw", "strategy=fsdp2", "strategy.tensor_parallel=2")
     config = composed(*words, "model.dropout=0.1")
