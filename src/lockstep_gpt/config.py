@@ -97,9 +97,10 @@ class Config(Checked):
         check_strategy(self.strategy)
 
     @property
-    def tensor_parallel(self) -> Any:
+    def tensor_parallel(self) -> int:
         """How many ranks split each matrix, and so have the same samples; 1: none does."""
-        return self.strategy.get("tensor_parallel", 1)
+        size: int = self.strategy.get("tensor_parallel", 1)
+        return size
 
 
 GROUPS: dict[str, type[Checked]] = {

@@ -146,7 +146,7 @@ def split(finished, tmp_path_factory):
     command = finished[0].elsewhere(tmp_path_factory.mktemp("split"))
     (command.folder / "measure.py").write_text(MEASURE)
     measure = "+callbacks.measure._target_=measure.Measure"
-    words = (*TWO, "verbosity=normal", measure, "run_dir=run")
+    words = (*TWO, "verbosity=normal", measure, "callbacks.sample.length=300", "run_dir=run")
     return command, command.train(*words, PYTHONPATH=str(command.folder)).stdout
 
 

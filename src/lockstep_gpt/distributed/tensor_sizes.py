@@ -1,5 +1,7 @@
 """What tensor parallelism can split, and into how many parts; checked before ranks start."""
 
+from typing import Any
+
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.exact_sizes import either
 from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE
@@ -15,7 +17,7 @@ def refuse_unsplittable(config: Config) -> None:
     Each rank of a group has equally many heads, rows of embeddings, and columns of the MLP, whose
     width is a multiple of the heads.
     """
-    size = config.tensor_parallel
+    size: Any = config.tensor_parallel  # not checked yet
     is_count = type(size) is int and size > 0
     check(SETTING, size, is_count, "must be a whole number from 1 on")
     if size == 1:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lockstep_gpt.distributed.tensor_splits import TensorRanks
 from lockstep_gpt.distributed.tensor_sums import narrowed, sum_gradients
-from lockstep_gpt.model.functional import CHUNK_LOGITS, GPU_CHUNK_LOGITS, IGNORE
+from lockstep_gpt.model import functional
+from lockstep_gpt.model.functional import IGNORE
 
 
 def split_cross_entropy(
@@ -68,7 +69,9 @@ class SplitCrossEntropy(torch.autograd.Function):
         grads: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grads = torch.empty_like(features), torch.zeros_like(head, dtype=wide)
-        chunk_logits = GPU_CHUNK_LOGITS if features.is_cuda else CHUNK_LOGITS
+        chunk_logits = functional.CHUNK_LOGITS
+        if features.is_cuda:
+            chunk_logits = functional.GPU_CHUNK_LOGITS
         rows = max(1, chunk_logits // len(head))
         for start in range(0, len(features), rows):
             chunk = slice(start, start + rows)
