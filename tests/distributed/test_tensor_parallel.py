@@ -221,7 +221,7 @@ def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model)
     assert losses(command, "four") == pytest.approx(losses(command, "one"), abs=1e-5)
     one, four = (norms(command.folder / run) for run in ("one", "four"))
     assert max(one) > 0.5  # clipped
-    assert four == pytest.approx(one, abs=1e-4)
+    assert four == pytest.approx(one, rel=1e-3)
 
 
 def test_bfloat16_comes_close(command):
