@@ -4,7 +4,7 @@ import importlib
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep_gpt.training.optim_settings import OptimConfig
 
@@ -38,3 +38,14 @@ def build_optimizer(
         # None: one kernel per operation for all tensors, if the device has such kernels.
         fused=True if fused and has_kernels else None,
     )
+
+
+def copy_restored_state(optimizer: torch.optim.Optimizer) -> None:
+    """Copy the state that `load_state_dict` has put in `optimizer`, one tensor after the other.
+
+    torch takes over a saved tensor of the right type and device, but ours is a mapped file.
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
