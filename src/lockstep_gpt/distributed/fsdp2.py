@@ -284,7 +284,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
         """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
         split = split_of(name)
-        if self._tensor_ranks is not None and split is not None and getattr(value, "shape", ()):
+        shape: Any = getattr(value, "shape", None)  # of a step count: empty
+        if self._tensor_ranks is not None and split is not None and shape:
             value = split.part(value[:], self._tensor_ranks)  # also of slices in several files
         return share_of(value, place)
 
