@@ -175,6 +175,18 @@ def test_muon_s_matrices_that_meet_over_nccl_give_the_losses_of_one_gpu(
     assert two == pytest.approx(one, abs=3e-2)
 
 
+@two_gpus
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("model", [(), OPTIMIZERS["muon"][1:]], ids=["gpt", "modern"])
+def test_two_gpus_that_split_a_model_give_the_losses_of_one(command, model, compiled):
+    words = (*model, "model.dropout=0", f"compile={compiled}")
+    split = ("strategy=fsdp2", "strategy.tensor_parallel=2")
+    command.train(*ONE, *words, "run_dir=one")
+    command.train("trainer=gpu", "trainer.devices=2", *split, *words, "run_dir=split")
+    one, two = (command.summary(run)["val_loss"] for run in ("one", "split"))
+    assert two == pytest.approx(one, abs=1e-3)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
 def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits(dtype, tolerance):
     torch.manual_seed(0)

@@ -96,6 +96,12 @@ class Config(Checked):
         check_trainer(self.trainer)
         check_strategy(self.strategy)
 
+    @property
+    def tensor_parallel(self) -> int:
+        """How many ranks split each matrix, and so have the same samples; 1: none does."""
+        size: int = self.strategy.get("tensor_parallel", 1)
+        return size
+
 
 GROUPS: dict[str, type[Checked]] = {
     "batch": BatchConfig,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning
 import numpy as np
@@ -19,6 +20,21 @@ from lockstep_gpt.settings import counted
 
 # Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.
 OrderRule = Callable[[Mapping[str, int], int, int], order.Rule]
+
+
+class DataPlace(NamedTuple):
+    """Which of a step's samples are a rank's; ranks that split the model have the same ones."""
+
+    rank: int
+    size: int  # how many ranks, or groups of ranks, have samples of their own
+
+
+def data_place(trainer: lightning.Trainer) -> DataPlace:
+    """Return the place of this rank, as the Trainer's strategy tells any sampler."""
+    place = trainer.distributed_sampler_kwargs
+    if place is None:  # a single device
+        return DataPlace(0, 1)
+    return DataPlace(place["rank"], place["num_replicas"])
 
 
 class TokenDataModule(lightning.LightningDataModule):
@@ -101,19 +117,20 @@ class TokenDataModule(lightning.LightningDataModule):
     def samples_seen(self, step: int) -> int:
         """Return how many samples all ranks together have seen up to optimizer step `step`."""
         first, samples = self._saved
-        per_step = self.micro_size * self.accumulation * self._attached_trainer().world_size
+        per_step = self.micro_size * self.accumulation * data_place(self._attached_trainer()).size
         return samples + (step - first) * per_step
 
     def train_dataloader(self) -> Feed:
         """Return endless batches, starting at the Trainer's current step."""
         trainer = self._attached_trainer()
+        place = data_place(trainer)
         planned = self.samples_seen(trainer.max_steps)
         rows = Order(
             seed=self.seed,
             size=self.train_windows,
             micro_size=self.micro_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
+            rank=place.rank,
+            world_size=place.size,
             accumulation=self.accumulation,
             start=self.samples_seen(trainer.global_step),
             rule=self.order_rule(self.windows["train"].counts, planned, self.block_size),
@@ -123,14 +140,12 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> Feed:
         """Return batches that contain every validation window once across all ranks."""
-        trainer = self._attached_trainer()
-        parts = self.rows_by_part("val", self.validated, trainer.global_rank, trainer.world_size)
+        parts = self.rows_by_part("val", self.validated, *data_place(self._attached_trainer()))
         return self._feed("val", np.concatenate([*parts.values()]))
 
     def test_dataloader(self) -> Feed:
         """Return batches that contain every test window once across all ranks."""
-        trainer = self._attached_trainer()
-        return self._feed("test", self.rows_of("test", trainer.global_rank, trainer.world_size))
+        return self._feed("test", self.rows_of("test", *data_place(self._attached_trainer())))
 
     def rows_of(self, split: str, rank: int = 0, world_size: int = 1) -> Positions:
         """Return one rank's windows of a whole split, (batches, B) with -1 as padding."""

@@ -7,8 +7,9 @@ or to save faster, each rank writes its own part, and the reader joins the parts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,15 +21,18 @@ from lightning.pytorch.strategies import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.sharded_states import (
     gathered,
     share_of,
     shares_in,
     without_shares,
 )
+from lockstep_gpt.distributed.tensor_parallel import split_model
+from lockstep_gpt.distributed.tensor_splits import TensorRanks, split_of
 from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
@@ -42,7 +46,8 @@ def build_fsdp2(
     param_dtype: str,
     reduce_dtype: str,
     save_parts: bool,
-    reduce_each: bool = False,  # missing in runs of earlier versions
+    reduce_each: bool = False,  # this and the next are missing in runs of earlier versions
+    tensor_parallel: int = 1,
 ) -> ShardedStrategy:
     """Return the strategy that shards over `world_size` ranks.
 
@@ -56,6 +61,7 @@ def build_fsdp2(
         reduce_dtype: type in which gradients are added over ranks.
         save_parts: each rank writes its shard of a checkpoint, all at the same time.
         reduce_each: scatter gradients in each micro-batch, instead of once a step.
+        tensor_parallel: how many neighboring ranks split each matrix, and have the same samples.
     """
     return ShardedStrategy(
         MixedPrecisionPolicy(
@@ -67,8 +73,8 @@ def build_fsdp2(
         reshard_after_forward,
         save_parts,
         reduce_each,
-        data_parallel_size=world_size,
-        tensor_parallel_size=1,
+        data_parallel_size=world_size // tensor_parallel,
+        tensor_parallel_size=tensor_parallel,
         save_distributed_checkpoint=False,
         process_group_backend=process_group_backend,
         timeout=timedelta(seconds=timeout_seconds),
@@ -91,6 +97,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     lightning_restore_optimizer = True
     has_replicas = False
+    _tensor_ranks: TensorRanks | None = None  # None: each rank computes with whole matrices
 
     def __init__(
         self,
@@ -109,10 +116,15 @@ class ShardedStrategy(ModelParallelStrategy):
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
 
+        Under tensor parallelism, each rank first keeps only its part of the model.
         If `compiled`, each block is compiled by itself, so weights are gathered between graphs,
         and so is the loss, if the model has a method for it.
         """
         mesh = self.device_mesh["data_parallel"]
+        tensor_mesh = self.device_mesh["tensor_parallel"]
+        if tensor_mesh.size() > 1:
+            self._tensor_ranks = TensorRanks.of(tensor_mesh)
+            split_model(model, self._tensor_ranks)
         if compiled and hasattr(model, "loss"):
             user_model: Any = model
             user_model.loss = torch.compile(user_model.loss, dynamic=False)
@@ -142,12 +154,28 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def whole_model(self, model: Any) -> GPT | None:
         """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""
-        weights = gathered(model.state_dict())
+        weights = self._gathered_weights(model.state_dict())
         if self.global_rank:
             return None
         copy = build_gpt(model.config, model.vocab_size)
         copy.load_state_dict(weights)
         return copy
+
+    def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
+        """Return the norm of the weights' gradients, as a DTensor like these.
+
+        Each tensor rank has another part of a split weight, but the same gradient of any other.
+        """
+        if self._tensor_ranks is None:
+            return norm_of_gradients(weights)
+        names = self._names
+        of_parts = [weight for weight in weights if split_of(names[weight])]
+        of_wholes = [weight for weight in weights if not split_of(names[weight])]
+        square = self.whole_norm(norm_of_gradients(of_parts)).square()
+        square = self._tensor_ranks.sum_of(square)
+        square += self.whole_norm(norm_of_gradients(of_wholes)).square()
+        mesh = self.device_mesh["data_parallel"]
+        return DTensor.from_local(square.sqrt(), mesh, [Replicate()])
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all ranks' gradients; every rank must call this."""
@@ -158,12 +186,20 @@ class ShardedStrategy(ModelParallelStrategy):
         """Return the weights, whole on rank 0 or as shards; every rank must call this."""
         assert self.lightning_module is not None
         states: dict[str, Any] = self.lightning_module.state_dict()
-        return states if self._save_parts else dict(gathered(states))
+        return states if self._save_parts else self._gathered_weights(states)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer state, whole on rank 0 or as shards; every rank must call this."""
         states = ParallelStrategy.optimizer_state(self, optimizer)
-        return states if self._save_parts else dict(gathered(states))
+        if self._save_parts:
+            return states
+        groups = optimizer.param_groups
+        weights = [weight for group in groups for weight in group["params"]]
+        by_number = {
+            number: gathered(state, self._join_of(self._names[weights[number]]))
+            for number, state in cast(dict[int, Any], states["state"]).items()
+        }
+        return {**states, "state": by_number}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -208,7 +244,7 @@ class ShardedStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         places = self.lightning_module.state_dict()
         shares = {
-            name: share_of(weight, places[name]) if name in places else weight
+            name: self._share_of(name, weight, places[name]) if name in places else weight
             for name, weight in checkpoint["state_dict"].items()
         }
         self.lightning_module.load_state_dict(shares, strict=strict)
@@ -222,10 +258,38 @@ class ShardedStrategy(ModelParallelStrategy):
                 for number, parameter in zip(theirs["params"], ours["params"], strict=True)
             }
             shares = {
-                number: {name: share_of(value, places[number]) for name, value in state.items()}
+                number: {
+                    name: self._share_of(self._names[places[number]], value, places[number])
+                    for name, value in state.items()
+                }
                 for number, state in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": shares})
+
+    @cached_property
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Return the name of each parameter."""
+        assert self.lightning_module is not None
+        return {weight: name for name, weight in self.lightning_module.named_parameters()}
+
+    def _gathered_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return weights by name, whole on rank 0; every rank must call this."""
+        return {name: gathered(weight, self._join_of(name)) for name, weight in weights.items()}
+
+    def _join_of(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return what makes the whole of a tensor rank's part of the weight `name`."""
+        split = split_of(name)
+        if self._tensor_ranks is None or split is None:
+            return lambda part: part
+        return partial(split.whole, ranks=self._tensor_ranks)
+
+    def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
+        """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
+        split = split_of(name)
+        shape: Any = getattr(value, "shape", None)  # of a step count: empty
+        if self._tensor_ranks is not None and split is not None and shape:
+            value = split.part(value[:], self._tensor_ranks)  # also of slices in several files
+        return share_of(value, place)
 
 
 def part_path(path: Path, rank: int, world_size: int) -> Path:

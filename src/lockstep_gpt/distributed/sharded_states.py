@@ -6,25 +6,26 @@ A state is nested dicts and lists of tensors and plain values. A shard is a `DTe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def gathered(states: Any) -> Any:
+def gathered(states: Any, join: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
     """Make every shard in nested containers whole, in host memory and only on rank 0.
 
-    Every rank must call this; ranks other than 0 keep their shards.
+    Every rank must call this; ranks other than 0 keep their shards. If the shards are those of a
+    part, `join` returns the whole of it.
     """
     if isinstance(states, dict):
-        return {name: gathered(state) for name, state in states.items()}
+        return {name: gathered(state, join) for name, state in states.items()}
     if isinstance(states, list):
-        return [gathered(state) for state in states]
+        return [gathered(state, join) for state in states]
     if not isinstance(states, DTensor):
         return states
-    tensor = states.full_tensor()
+    tensor = join(states.full_tensor())
     if states.device_mesh.get_rank() == 0:
         return tensor.cpu()
     return states

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
+from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 
 
 @runtime_checkable
@@ -25,8 +26,11 @@ class ModelLayout(Protocol):
     def whole_model(self, model: nn.Module) -> nn.Module | None:
         """Return all of the model on rank 0, None elsewhere; every rank must call this."""
 
+    def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
+        """Return the norm of all weights' gradients, by which this rank's can be clipped."""
+
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of all gradients, from that of this rank's."""
+        """Return `gradient_norm`'s result as a plain tensor; every rank must call this."""
 
 
 class WholeModels:
@@ -42,6 +46,10 @@ class WholeModels:
     def whole_model(self, model: nn.Module) -> nn.Module:
         """Return the model."""
         return model
+
+    def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
+        """Return the norm of the weights' gradients."""
+        return norm_of_gradients(weights)
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm."""
@@ -77,7 +85,7 @@ def ddp(
 
 
 def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
-    """Return the strategy that shards over all ranks; with a single rank, nothing is sharded.
+    """Return the strategy that shards over all ranks; with a single rank, nothing is.
 
     configs/strategy/fsdp2.yaml explains the settings, `fsdp2.build_fsdp2` their types.
     """

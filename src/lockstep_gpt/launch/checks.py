@@ -4,6 +4,7 @@ Both are checked once, in the parent, before anything is created or torch is imp
 """
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed import tensor_sizes
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import apple, refused_callbacks, trainer_arguments
 from lockstep_gpt.launch.placement import Placement
@@ -56,6 +57,7 @@ def _refuse_other_sums(config: Config) -> None:
 def _refuse_unshardable(config: Config) -> None:
     """Raise a `UserError` for settings that `strategy=fsdp2` does not support."""
     strategy = config.strategy
+    tensor_sizes.refuse_unsplittable(config)
     check_choice("strategy.param_dtype", strategy["param_dtype"], SHARD_DTYPES)
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
@@ -86,6 +88,7 @@ def refuse_impossible(config: Config, placement: Placement) -> None:
         apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")
     has_gpus = placement.accelerator == "cuda"
+    tensor_sizes.refuse_unequal_noise(config, has_gpus)
     uses = f"but this run uses {placement.accelerator}"
     rule = f"needs a GPU, {uses}; set precision=bf16-mixed or 32-true"
     check("precision", config.precision, has_gpus or config.precision != "16-mixed", rule)

@@ -45,7 +45,8 @@ def check_settings(config: Config, values: dict[str, Any]) -> None:
     # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
     batch = replace(config.batch, global_size=values["batch"]["global_size"])
     for count in range(launch.min_nodes or nodes, nodes):
-        plan_batch(batch, config.model.block_size, values["trainer"]["devices"], count)
+        devices = values["trainer"]["devices"]
+        plan_batch(batch, config.model.block_size, devices, count, config.tensor_parallel)
 
 
 def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: float) -> None:

@@ -23,7 +23,8 @@ def resolved_values(
     world_size = placement.world_size
     name = f"{choices['model']}-{choices['data']}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = values["batch"]
-    global_size = batch["global_size"] or batch["micro_size"] * world_size
+    data_parallel = world_size // values["strategy"].get("tensor_parallel", 1)
+    global_size = batch["global_size"] or batch["micro_size"] * data_parallel
     return {
         **values,
         "run_dir": str(run.path),

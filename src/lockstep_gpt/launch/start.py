@@ -226,7 +226,11 @@ def place_run(config: Config) -> tuple[Placement, BatchPlan]:
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config)
     batch = schedule.plan_batch(
-        config.batch, config.model.block_size, placement.devices, placement.nodes
+        config.batch,
+        config.model.block_size,
+        placement.devices,
+        placement.nodes,
+        config.tensor_parallel,
     )
     host_memory.refuse_too_large(config, placement, batch)
     return placement, batch

@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE, ModelConfig
 from lockstep_gpt.model.sampling import BROKEN, check_sampling, sample_tokens
 from lockstep_gpt.settings import check
 
-VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
 FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other
 
 
@@ -210,11 +209,11 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
+        B, T = x.shape[:2]
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, n_head, T, C / n_head)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0)
-        y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads: (B, T, C)
+        y = y.transpose(1, 2).flatten(2)  # concatenate the heads: (B, T, C)
         return self.projection(y)
 
 

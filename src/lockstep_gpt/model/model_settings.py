@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from lockstep_gpt.settings import Checked, is_module, setting
 
+VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
+
 
 @dataclass
 class ModelConfig(Checked):

@@ -136,7 +136,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
-        B, T, C = x.shape
+        B, T = x.shape[:2]
         qkv = linear(x, self.query, self.key, self.value).view(B, T, -1, self.width)
         qk, v = torch.split(qkv, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
         q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, self.n_kv_head], 2)
@@ -146,7 +146,7 @@ class CausalSelfAttention(nn.Module):
             k = k.repeat_interleave(shares, dim=1)
             v = v.repeat_interleave(shares, dim=1)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
-        return linear(y.transpose(1, 2).reshape(B, T, C), self.projection)
+        return linear(y.transpose(1, 2).flatten(2), self.projection)
 
 
 class MLP(nn.Module):

@@ -55,7 +55,7 @@ class CountedTargets(Callback):
         self.counts.append((batch[1] != IGNORE).sum())
         if leaf == trainer.accumulate_grad_batches - 1:
             self.total = torch.stack(self.counts).sum()
-            if trainer.world_size > 1:
+            if trainer.world_size > 1:  # ranks that split a model all count, here and below
                 self.pending = dist.all_reduce(self.total, async_op=True)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002

@@ -9,12 +9,12 @@ import lightning
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.config import Config, as_values, from_container
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.datamodule import TokenDataModule, data_place
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.data.windows import Batch
@@ -75,6 +75,7 @@ class GPTModule(lightning.LightningModule):
         self.leaf = 0  # index of the micro-batch among those of a step on this rank
         self.loss_factor = 1.0  # scales the loss in backward, in addition to Lightning's own
         self.layout: ModelLayout = WholeModels()  # until the strategy is known
+        self.saved_weights: dict[str, Tensor] = {}  # the names and whole shapes in checkpoints
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
         self.keeps_gradients = False  # in DDP's buckets, where micro-batches are added to them
         self._is_placed = False
@@ -101,12 +102,14 @@ class GPTModule(lightning.LightningModule):
         if self._is_placed:  # a test after training uses the same ranks
             return
         self._is_placed = True
+        self.saved_weights = {name: weight.to("meta") for name, weight in self.state_dict().items()}
         self.layout.place_model(self.model, self.config.compile)
 
     def on_train_start(self) -> None:
         """Prepare the first step, once the strategy has put everything in place."""
         self.skipped.count = self.skipped.count.to(self.device)
         self.losses.move_to(self.device)
+        self.losses.copies = self.trainer.world_size // data_place(self.trainer).size
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         data: Any = getattr(self.trainer, "datamodule", None)  # a user may pass loaders instead
         if data:
@@ -132,10 +135,13 @@ class GPTModule(lightning.LightningModule):
             self.losses.forget_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Make dropout depend only on seed, step, and micro-batch, not on the rank."""
+        """Make dropout depend only on seed, step, and micro-batch, not on the rank.
+
+        Ranks that split the model also draw the same noise for their common residual stream.
+        """
         accumulation = self.trainer.accumulate_grad_batches
         self.leaf = batch_idx % accumulation
-        leaf = self.trainer.global_rank * accumulation + self.leaf
+        leaf = data_place(self.trainer).rank * accumulation + self.leaf
         seed_device(leaf_seed(self.config.seed, self.trainer.global_step, leaf), self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # noqa: ARG002
@@ -258,7 +264,7 @@ class GPTModule(lightning.LightningModule):
         refuse_lost_parts(where, checkpoint, isinstance(data, TokenDataModule))
         if not self.config.resume_force:
             refuse_another_identity(where, checkpoint["config"], as_values(self.config))
-        refuse_other_weights(where, checkpoint["state_dict"], self.state_dict())
+        refuse_other_weights(where, checkpoint["state_dict"], self.saved_weights)
         refuse_lost_numbers(where, checkpoint["state_dict"], self)
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
@@ -266,8 +272,7 @@ class GPTModule(lightning.LightningModule):
         accumulation = self.trainer.accumulate_grad_batches
         losses = checkpoint.get("step_losses")  # None: of an earlier version
         if losses is not None:
-            rank = self.trainer.global_rank
-            self.losses.load(losses, rank, self.trainer.world_size, accumulation)
+            self.losses.load(losses, *data_place(self.trainer), accumulation)
         rescale_batch_progress(checkpoint, accumulation)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
@@ -277,8 +282,7 @@ class GPTModule(lightning.LightningModule):
 
         Lightning's own clipping doesn't keep it, and rejects fused optimizers in mixed precision.
         """
-        gradients = [weight.grad for weight in self.trained if weight.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = self.layout.gradient_norm(self.trained)
         if self.config.optim.clip_norm is not None:
             clip_grads_with_norm_(self.trained, self.config.optim.clip_norm, norm)
         self.grad_norm = self.layout.whole_norm(norm)

@@ -15,7 +15,7 @@ from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.callbacks.step import InReceipt
 from lockstep_gpt.settings import counted
 from lockstep_gpt.torch_patches import BatchNorm
-from lockstep_gpt.training.schedule import BatchPlan, Schedule
+from lockstep_gpt.training.schedule import BatchPlan, Schedule, ranks_text
 
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
@@ -35,7 +35,7 @@ def receipt_lines(
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,
         "precision": config.precision + compiled,
-        "batch": f"{counted(batch.devices, 'device')} x {counted(batch.nodes, 'node')} x "
+        "batch": f"{ranks_text(batch.devices, batch.nodes, batch.tensor_parallel)} x "
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
@@ -83,6 +83,9 @@ def facts(
         strategy += f" over {backend_here()}"
         if has_bucket_copies(config.strategy, trainer.accumulate_grad_batches):
             strategy += ", plus memory for its buckets: 1 more gradient of all weights"
+    if config.tensor_parallel > 1:
+        replicas = trainer.world_size // config.tensor_parallel
+        strategy += f", {replicas} data x {config.tensor_parallel} tensor parallel"
     return {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",

@@ -19,6 +19,7 @@ class BatchPlan:
     nodes: int
     accumulation: int  # micro-steps per optimizer step
     block_size: int  # tokens per sample
+    tensor_parallel: int = 1  # ranks that split a model, and have the same samples
 
     @property
     def world_size(self) -> int:
@@ -26,9 +27,14 @@ class BatchPlan:
         return self.devices * self.nodes
 
     @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of ranks, that have samples of their own."""
+        return self.world_size // self.tensor_parallel
+
+    @property
     def global_size(self) -> int:
         """Samples per optimizer step over all ranks."""
-        return self.micro_size * self.world_size * self.accumulation
+        return self.micro_size * self.data_parallel * self.accumulation
 
     @property
     def tokens_per_step(self) -> int:
@@ -36,36 +42,58 @@ class BatchPlan:
         return self.global_size * self.block_size
 
 
-def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) -> BatchPlan:
-    """Spread `batch` over `nodes` of `devices` ranks each.
+def plan_batch(
+    batch: BatchConfig, block_size: int, devices: int, nodes: int, tensor_parallel: int = 1
+) -> BatchPlan:
+    """Spread `batch` over `nodes` of `devices` ranks each, of which groups have the same samples.
 
     Accumulation reaches a fixed `global_size`, so more devices mean fewer micro-steps, or, without
     a `micro_size`, smaller ones. Without a `global_size`, there is one micro-step, and the global
     batch grows with the devices. Raise a `UserError` if no whole number fits.
     """
-    world_size = devices * nodes
-    micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
-    micro_step = micro_size * world_size
+    data_parallel = data_parallel_size(devices, nodes, tensor_parallel)
+    micro_size = batch.micro_size or max(1, (batch.global_size or 0) // data_parallel)
+    micro_step = micro_size * data_parallel
     accumulation, rest = divmod(batch.global_size or micro_step, micro_step)
-    refuse_other_world_sizes(batch, world_size)
+    refuse_other_world_sizes(batch, data_parallel)
     if rest or not accumulation:
-        raise UserError(_indivisible_line(batch, devices, nodes))
-    return BatchPlan(micro_size, devices, nodes, accumulation, block_size)
+        raise UserError(_indivisible_line(batch, devices, nodes, tensor_parallel))
+    return BatchPlan(micro_size, devices, nodes, accumulation, block_size, tensor_parallel)
 
 
-def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:
+def data_parallel_size(devices: int, nodes: int, tensor_parallel: int) -> int:
+    """Return how many groups of `tensor_parallel` ranks there are; a `UserError` if some lack."""
+    groups, rest = divmod(devices * nodes, tensor_parallel)
+    if rest or not groups:
+        raise UserError(
+            f"strategy.tensor_parallel={tensor_parallel} does not divide "
+            f"{ranks_text(devices, nodes)}; use trainer.devices={tensor_parallel} or a multiple, "
+            "or lower it"
+        )
+    return groups
+
+
+def ranks_text(devices: int, nodes: int, tensor_parallel: int = 1) -> str:
+    """Return how many ranks have samples of their own, as factors: `2 devices x 1 node`."""
+    text = f"{counted(devices, 'device')} x {counted(nodes, 'node')}"
+    if tensor_parallel > 1:
+        text += f" / {tensor_parallel} tensor-parallel"
+    return text
+
+
+def _indivisible_line(batch: BatchConfig, devices: int, nodes: int, tensor_parallel: int) -> str:
     assert batch.global_size is not None
-    world_size = devices * nodes
-    micro_step = (batch.micro_size or 1) * world_size
+    data_parallel = devices * nodes // tensor_parallel
+    micro_step = (batch.micro_size or 1) * data_parallel
     below = batch.global_size // micro_step * micro_step
     nearest = [size for size in (below, below + micro_step) if size > 0]
     micro = f"batch.micro_size={batch.micro_size} x " if batch.micro_size else ""
     line = (
         f"batch.global_size={batch.global_size} is not divisible by {micro}"
-        f"{counted(devices, 'device')} x {counted(nodes, 'node')} = {micro_step}; "
+        f"{ranks_text(devices, nodes, tensor_parallel)} = {micro_step}; "
         f"nearest: batch.global_size={' or '.join(map(str, nearest))}"
     )
-    per_rank, rest = divmod(batch.global_size, world_size)
+    per_rank, rest = divmod(batch.global_size, data_parallel)
     if rest or batch.micro_size is None or per_rank == 0:
         return line
     fits = next(size for size in range(batch.micro_size, 0, -1) if per_rank % size == 0)

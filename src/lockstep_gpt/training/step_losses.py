@@ -18,6 +18,7 @@ class StepLosses:
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}  # index of the micro-batch -> sum over complete steps
         self.steps = 0  # complete steps in `sums`
+        self.copies = 1  # neighboring ranks with the same micro-batches
         self.current: dict[int, Tensor] = {}  # the same index -> loss in a step not complete yet
 
     def add(self, index: int, loss: Tensor) -> None:
@@ -41,9 +42,10 @@ class StepLosses:
         self.current = {}
 
     def take(self) -> Tensor:
-        """Return the mean losses since the last call, float64 on the host, (ranks, micro-batches).
+        """Return the mean losses since the last call, float64 on the host.
 
-        All ranks must call this together.
+        Their shape is (ranks with samples of their own, micro-batches). All ranks must call this
+        together.
         """
         assert self.steps, "called before a training step"
         means = self._sums_of_ranks().double() / self.steps
@@ -68,8 +70,8 @@ class StepLosses:
 
         Args:
             state: what `state` returned.
-            rank: this one.
-            world_size: number of ranks.
+            rank: this one, among those with samples of their own.
+            world_size: number of these ranks.
             micro_batches: of each rank in a step.
         """
         self.steps = state["steps"]
@@ -88,5 +90,6 @@ class StepLosses:
         self.sums = {index: total.to(device) for index, total in self.sums.items()}
 
     def _sums_of_ranks(self) -> Tensor:
-        """Return all ranks' sums, (ranks, micro-batches), on the host."""
-        return tensors_of_ranks(torch.stack([*self.sums.values()])).cpu()
+        """Return the ranks' sums over their own samples, (ranks, micro-batches), on the host."""
+        sums = tensors_of_ranks(torch.stack([*self.sums.values()]))
+        return sums[:: self.copies].cpu()

@@ -13,6 +13,7 @@ from lockstep_gpt.model.functional import IGNORE
 class TokenLoss(Metric):
     """Mean cross-entropy from sums over tokens: a mean of means would overweight a short batch.
 
+    Ranks that split a model all count their common batches, which changes neither mean nor bits.
     The host adds the sums of batches in float64, which Apple's GPUs don't have, without rounding
     in between (`math.fsum`): bit-identical for any distribution of batches over ranks.
     """

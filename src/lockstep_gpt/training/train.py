@@ -117,7 +117,9 @@ def assemble(
 
     # Data and model.
     block_size = config.model.block_size
-    batch = plan_batch(config.batch, block_size, ranks.local_world_size, ranks.num_nodes)
+    batch = plan_batch(
+        config.batch, block_size, ranks.local_world_size, ranks.num_nodes, config.tensor_parallel
+    )
     schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
     module = GPTModule(config, schedule, tokenizer_of(data))

@@ -190,3 +190,26 @@ def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
     for ours, row, sums in zip(exact.rows, plain.rows, (5, 4, 1, 0), strict=True):
         more = ours.memory.copies - row.memory.copies
         assert more == sums * plain.gradient_bytes  # log2 of the number of a rank's micro-batches
+
+
+def test_tensor_ranks_split_activations_and_wait_for_their_sums(composed):
+    words = ("model=gpt2", "optim=adamw", "precision=bf16-mixed", "strategy=fsdp2", *FIXED)
+
+    def plan(size):
+        config = composed(*words, "batch.micro_size=4", f"strategy.tensor_parallel={size}")
+        return predict(config, H100, (1, 8), vocab_size=50_257)
+
+    whole, split = plan(1).rows[-1], plan(4).rows[-1]
+    assert plan(4).refused[1].startswith("strategy.tensor_parallel=4 does not divide 1 device")
+    assert (split.batch.data_parallel, split.batch.accumulation) == (2, 8)
+    assert split.time.compute == pytest.approx(whole.time.compute, rel=0.05)
+    for name, share in (("weights", 1), ("optimizer", 1), ("gathered", 1 / 4), ("logits", 1 / 4)):
+        expected = share * getattr(whole.memory, name)
+        assert getattr(split.memory, name) == pytest.approx(expected, rel=0.1), name
+    assert whole.memory.activations / 4 < split.memory.activations < whole.memory.activations / 1.5
+    # Activations in bfloat16: four times per block, the embeddings, and the head's gradient.
+    activations = 4 * 1024 * 768 * 2
+    bandwidth = H100.intra.bandwidth * H100.link_efficiency
+    seconds = 8 * (4 * 12 + 2) * activations * 2 * 3 / 4 / bandwidth
+    assert seconds < split.time.exposed < 1.5 * seconds
+    assert split.time.exposed < split.time.all_reduce

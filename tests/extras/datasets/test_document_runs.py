@@ -55,6 +55,18 @@ def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
     assert command.summary("two")["step"] == 14
 
 
+def test_ranks_that_split_a_model_see_the_same_documents(command, lines):
+    words = [*words_for(lines), "max_steps=8", "val_every=4", "log_every=4", "batch.micro_size=2"]
+    split = ["trainer=cpu", "trainer.devices=4", "strategy=fsdp2", "strategy.tensor_parallel=2"]
+    command.train(*words, "run_dir=one")
+    command.train(*words, *split, "run_dir=split")
+    one, other = losses(command, "one"), losses(command, "split")
+    for name, values in one.items():
+        assert values == pytest.approx(other[name], abs=1e-5)
+    error = command.train(*words, *split, "model.dropout=0.1", status=2).stderr
+    assert "documents.mask=true with model.dropout=0.1 does not work with" in error
+
+
 def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
     if find_spec("lockstep_gpt.extras.pages") is None:
         pytest.skip("the panel is an extra of its own, pages")

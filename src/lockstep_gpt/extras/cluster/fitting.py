@@ -47,12 +47,17 @@ class Room:
     @classmethod
     def of(cls, config: Config, hardware: Hardware, vocab_size: int) -> Room:
         """Compute the memory that `config` needs."""
-        model = memory.whole_model(config, vocab_size)
-        sharing = Sharing.of(config, model)
+        model = part = memory.whole_model(config, vocab_size)
+        if config.tensor_parallel > 1:
+            part = memory.split_part(config, vocab_size)
+        sharing = Sharing.of(config, part)
         kind = hardware.accelerator
         alone = together = memory.footprint(config, model, kind, memory=hardware.memory)
-        if sharing and sharing.gathered_size == SIZES["bfloat16"]:
-            together = memory.footprint(config, model, kind, True, hardware.memory)
+        half_blocks = sharing is not None and sharing.gathered_size == SIZES["bfloat16"]
+        if half_blocks or config.tensor_parallel > 1:
+            together = memory.footprint(
+                config, part, kind, half_blocks, hardware.memory, config.tensor_parallel
+            )
         ownership = Ownership.of(config, model)
         return cls(config, hardware, model, sharing, alone, together, ownership)
 
@@ -114,7 +119,7 @@ class Room:
 
     def _footprint(self, world_size: int) -> Footprint:
         if self.sharing and world_size > 1:
-            return self.together.shared(self.sharing, world_size)
+            return self.together.shared(self.sharing, self._data_parallel(world_size))
         if self.ownership and world_size > 1:
             states = self.alone.states
             optimizer = states.optimizer - self.ownership.saved(world_size)
@@ -125,12 +130,17 @@ class Room:
         """Return the bytes, in addition to the gradients, that accumulation needs on a rank."""
         accumulation = self._accumulation(micro_size, world_size)
         if self.sharing and world_size > 1:
-            return self.alone.states.gradients * (self.sharing.adds_whole and accumulation > 1)
+            return self.together.states.gradients * (self.sharing.adds_whole and accumulation > 1)
         copies = gradient_copies(self.config.batch, accumulation)
         return copies * self.alone.states.gradients
 
     def _accumulation(self, micro_size: int, world_size: int) -> int:
-        return (self.config.batch.global_size or 0) // (micro_size * world_size)
+        samples = micro_size * self._data_parallel(world_size)
+        return (self.config.batch.global_size or 0) // samples
+
+    def _data_parallel(self, world_size: int) -> int:
+        """Return how many ranks, or groups that split the model, have samples of their own."""
+        return max(1, world_size // self.config.tensor_parallel)
 
     def _copies(self, world_size: int, accumulation: int) -> bool:
         """Return whether DDP keeps a copy of the gradients."""
@@ -164,7 +174,7 @@ def _adds_up(config: BatchConfig, name: str, size: int, batch: BatchPlan) -> boo
     try:
         settings: dict[str, Any] = {"micro_size": None, name: size}
         changed = replace(config, **settings)
-        plan_batch(changed, batch.block_size, batch.devices, batch.nodes)
+        plan_batch(changed, batch.block_size, batch.devices, batch.nodes, batch.tensor_parallel)
     except UserError:
         return False
     return True

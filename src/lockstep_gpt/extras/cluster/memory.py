@@ -97,7 +97,7 @@ class Chunks:
         logits = config.model.block_size * width
         size = 2 if config.precision in AUTOCAST else 4
         chunk = functional.GPU_CHUNK_LOGITS * CHUNKED
-        if config.compile:  # the logits and their gradient
+        if config.compile and config.tensor_parallel == 1:  # the logits and their gradient
             return cls(int(functional.WHOLE_SHARE * memory / 4 / logits), 2 * size * logits, chunk)
         return cls(functional.GPU_CHUNK_LOGITS // logits, CHUNKED * logits, chunk)
 
@@ -160,6 +160,12 @@ def whole_model(config: Config, vocab_size: int) -> GPT:
         return shaped(config.model, vocab_size, config.precision)
 
 
+def split_part(config: Config, vocab_size: int) -> GPT:
+    """Build what one tensor rank has of the configured model, also without content."""
+    with torch.device("meta"):
+        return shaped(config.model, vocab_size, config.precision, config.tensor_parallel)
+
+
 def _linear_from(peak: Callable[[int], int], least: int) -> int:
     """Return a number of samples from which on the peak is linear, at most `MOST`.
 
@@ -184,22 +190,24 @@ def footprint(
     accelerator: str,
     half_blocks: bool = False,
     memory: float = 0,
+    tensor_parallel: int = 1,
 ) -> Footprint:
     """Predict the memory for training `model` under `config`.
 
     Args:
         config: the run's settings.
-        model: built by `whole_model` from these settings.
+        model: built by `whole_model`, or `split_part`, from these settings.
         accelerator: cuda or cpu; their attention kernels differ.
         half_blocks: blocks compute entirely in bfloat16, as under strategy.param_dtype=bfloat16.
         memory: a GPU's memory in bytes, which decides how the loss is computed.
+        tensor_parallel: how many ranks split `model`.
     """
 
     @cache
     def peak(micro_size: int, n_layer: int, vocab_size: int) -> int:
         shape = replace(config.model, n_layer=n_layer)
-        precision = config.precision
-        return trace_peak(shape, vocab_size, micro_size, precision, accelerator, half_blocks)
+        kind = (config.precision, accelerator, half_blocks, tensor_parallel)
+        return trace_peak(shape, vocab_size, micro_size, *kind)
 
     stream = 2 * config.model.block_size * config.model.n_embd  # the fewest bytes of a sample
     few = _linear_from(lambda micro_size: peak(micro_size, 1, model.vocab_size), stream)
@@ -215,7 +223,9 @@ def footprint(
     more = config.model.n_layer - 1
     logits = (wider_slope - slope) / WIDER * model.vocab_size
     width = len(model.head)
-    many = few * config.model.block_size * width > functional.MANY_LOGITS
+    # Tensor ranks always compute in chunks.
+    most_whole = functional.MANY_LOGITS if tensor_parallel == 1 else functional.CHUNK_LOGITS
+    many = few * config.model.block_size * width > most_whole
     chunked = accelerator == "cuda" and many and config.precision != "16-mixed"
     return Footprint(
         states=States.of(model, config.optim),

@@ -19,6 +19,7 @@ from lockstep_gpt.extras.cluster.ledger import ledger
 from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.pauses import Pauses, pauses
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
+from lockstep_gpt.extras.cluster.tracing import AUTOCAST
 from lockstep_gpt.launch.checks import AUTO, DDP
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, scale_of_rate
@@ -146,7 +147,22 @@ def _work(room: Room) -> Work:
         ledger=cache(lambda micro_size: ledger(config, model.vocab_size, micro_size, memory)),
         sharing=room.sharing,
         ownership=room.ownership,
+        tensor_sums=_tensor_sums(room),
     )
+
+
+def _tensor_sums(room: Room) -> int:
+    """Return the bytes that tensor ranks add up for each token, all of them width C.
+
+    Each block adds twice in forward and twice in backward, each table of embeddings in forward, and
+    the head in backward.
+    """
+    config = room.config
+    if config.tensor_parallel == 1:
+        return 0
+    size = 2 if config.precision in AUTOCAST else 4
+    tables = 2 if config.model.ngram_rows else 1
+    return (4 * config.model.n_layer + tables + 1) * config.model.n_embd * size
 
 
 def _notes(room: Room) -> list[str]:
@@ -158,6 +174,11 @@ def _notes(room: Room) -> list[str]:
         notes.append("this strategy is planned as ddp: every rank has the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
         notes.append("strategy.comm_hook=powersgd is planned without its compression")
+    if config.tensor_parallel > 1:
+        notes.append(
+            f"strategy.tensor_parallel={config.tensor_parallel}: all of its sums are exposed, and "
+            "norms, which each rank computes, are planned as if split"
+        )
     if config.compile:
         notes.append("compile=true keeps fewer activations than planned (for eager mode)")
     if config.precision == "32-true" and "bf16" in hardware.peak:
@@ -203,9 +224,12 @@ class _Planner:
         return "weak", replace(batch, micro_size=size, global_size=None), notes
 
     def _all_divide(self, world_sizes: Sequence[int]) -> bool:
+        """Return whether the batch divides among all numbers of devices that can run the model."""
+        config = self.room.config
         try:
             for world_size in world_sizes:
-                self._spread(world_size, self.room.config.batch)
+                if world_size % config.tensor_parallel == 0:  # others are rejected one by one
+                    self._spread(world_size, config.batch)
         except UserError:
             return False
         return True
@@ -217,7 +241,8 @@ class _Planner:
                 f"{world_size} devices are not a whole number of nodes of {devices} each"
             )
         nodes = world_size // devices
-        return plan_batch(batch, self.room.config.model.block_size, devices, nodes)
+        config = self.room.config
+        return plan_batch(batch, config.model.block_size, devices, nodes, config.tensor_parallel)
 
     def rows(
         self, world_sizes: Sequence[int], batch: BatchConfig, tokens: float, price: float | None

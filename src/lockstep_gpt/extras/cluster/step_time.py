@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
 from lockstep_gpt.extras.cluster.kernels import MUON, UPDATE, UPDATES
@@ -104,6 +104,30 @@ def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
     return seconds + (steps - crossing) * hardware.intra.latency + crossing * hardware.inter.latency
 
 
+def data_ranks(batch: BatchPlan, hardware: Hardware) -> tuple[BatchPlan, Hardware]:
+    """Return the ranks with which a rank shares the shards of its part, and the links they have.
+
+    As many groups of them as a model has parts use a node's adapters at the same time.
+    """
+    size = batch.tensor_parallel
+    devices = max(1, batch.devices // size)
+    ranks = replace(batch, devices=devices, nodes=batch.data_parallel // devices, tensor_parallel=1)
+    link = replace(hardware.inter, bandwidth=hardware.inter.bandwidth / size)
+    return ranks, replace(hardware, inter=link)
+
+
+def tensor_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
+    """Return the time of `size` bytes of all-reduces over the ranks that split a model.
+
+    They are long enough for latency not to count. The ranks are neighbors, on one node if it has
+    enough devices.
+    """
+    devices = min(batch.tensor_parallel, batch.devices)
+    nodes = batch.tensor_parallel // devices
+    ranks = replace(batch, devices=devices, nodes=nodes, tensor_parallel=1)
+    return ring_seconds(size, batch.tensor_parallel, bandwidth_of_all(ranks, hardware))
+
+
 def buckets(gradients: Sequence[int], cap_mb: float) -> list[int]:
     """Return the sizes of DDP's buckets in the order in which backward fills them.
 
@@ -156,6 +180,7 @@ class Work:
     ledger: Callable[[int], Ledger]  # for a micro-batch of this many samples
     sharing: Sharing | None = None  # None: each rank stores the whole model
     ownership: Ownership | None = None  # of Muon's matrices, if each rank stores the whole model
+    tensor_sums: int = 0  # bytes that tensor ranks add up for each token, one block after another
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
@@ -167,6 +192,7 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         compute = batch.accumulation * tokens * work.flops_per_token / speed
     else:
         compute = ledger.compute(batch.accumulation, hardware)
+    compute /= batch.tensor_parallel
     micro_step = compute / batch.accumulation
     update = ledger.of(*UPDATES).seconds(hardware)
     if batch.world_size == 1:
@@ -174,11 +200,15 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         algorithm = ""
         exposed = 0.0
     elif work.sharing:
-        exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
+        exchange, exposed = _sharded(work.sharing, *data_ranks(batch, hardware), micro_step)
         matrices = _exchanged_matrices(work.sharing, batch, hardware)
         exchange += matrices
         exposed += matrices
         algorithm = RING
+        if work.tensor_sums:
+            sums = batch.accumulation * tensor_seconds(tokens * work.tensor_sums, batch, hardware)
+            exchange += sums
+            exposed += sums  # nothing is computed meanwhile
         update /= batch.world_size
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)

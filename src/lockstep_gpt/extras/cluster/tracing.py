@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep_gpt.distributed.tensor_parallel import split_model
+from lockstep_gpt.distributed.tensor_splits import TensorRanks
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -115,10 +117,26 @@ def as_on_a_gpu(
         yield
 
 
-def shaped(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
-    """Build a GPT without initializing its weights."""
+class SilentRanks(TensorRanks):
+    """Tensor ranks that send nothing: the shapes and the memory are those of ranks that do."""
+
+    def sum_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the sum's shape."""
+        return tensor.clone()
+
+    def each(self, tensor: Tensor) -> list[Tensor]:
+        """Return as many tensors as there are ranks."""
+        return [tensor.clone() for _ in range(self.size)]
+
+
+def shaped(shape: ModelConfig, vocab_size: int, precision: str, tensor_parallel: int = 1) -> GPT:
+    """Build a GPT, or one tensor rank's part of it, without initializing its weights."""
     with _Uninitialized():  # type: ignore[no-untyped-call]
-        return built(shape, vocab_size, precision)
+        model = built(shape, vocab_size, precision)
+        if tensor_parallel > 1:
+            group: Any = None
+            split_model(model, SilentRanks(0, tensor_parallel, group))
+        return model
 
 
 def built(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
@@ -139,6 +157,7 @@ def trace_peak(
     precision: str,
     accelerator: str,
     half_blocks: bool = False,
+    tensor_parallel: int = 1,
 ) -> int:
     """Return the most bytes alive at once in forward and backward, without weights and gradients.
 
@@ -149,9 +168,10 @@ def trace_peak(
         precision: Lightning's name for the precision.
         accelerator: cuda or cpu.
         half_blocks: the blocks' weights and activations are bfloat16.
+        tensor_parallel: how many ranks split the model.
     """
     with FakeTensorMode():
-        model = shaped(shape, vocab_size, precision)
+        model = shaped(shape, vocab_size, precision, tensor_parallel)
         if half_blocks:
             for block in getattr(model, "blocks", ()):
                 _halve(block)

@@ -15,7 +15,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.datamodule import TokenDataModule, data_place
 from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention_line import AttentionLine
@@ -93,8 +93,7 @@ class Sources(StepCallback):
         planned = data.samples_seen(trainer.max_steps)
         order = pl_module.config.data.mixed_order(sizes, planned, data.block_size)
         shares = dict(zip(order.sizes, map(float, order.phases[-1].shares), strict=True))
-        ranks = trainer.global_rank, trainer.world_size
-        rows = data.rows_by_part("val", data.validated, *ranks)
+        rows = data.rows_by_part("val", data.validated, *data_place(trainer))
         pl_module.token_loss = LossBySource(shares, [*map(len, rows.values())])
 
     def receipt_lines(self) -> dict[str, str]:
