@@ -91,6 +91,7 @@ SLOW = ("of_a_page", "launcher_is_joined", "errors_are_quoted", "train_generate_
 NO_FORKS = (
     "a_python_without_our_libraries",
     "libraries_that_not_everyone_has",
+    "without_wandb",
     "names_every_group",  # Hydra would also find this repository's plugin, and its extras
 )
 

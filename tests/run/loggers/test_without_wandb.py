@@ -21,7 +21,8 @@ def without_wandb(tmp_path):
     """Environment variables for Python processes that can't import wandb."""
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent/sitecustomize.py").write_text(ABSENT)
-    return {"PYTHONPATH": str(tmp_path / "absent")}
+    paths = [str(tmp_path / "absent"), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def test_a_run_without_a_tracker_needs_no_wandb(command, without_wandb):
