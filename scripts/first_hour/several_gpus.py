@@ -17,6 +17,12 @@ EXACT = "+trainer.deterministic=true"
 RECIPES_ON_ALL = {
     "modern_124m, ddp": ("experiment=modern_124m", "strategy=ddp"),
     "modern_124m, fsdp2": ("experiment=modern_124m", "strategy=fsdp2"),
+    "gpt2_124m, tensor parallel": (
+        "experiment=gpt2_124m",
+        "strategy=fsdp2",
+        "strategy.tensor_parallel=2",
+        "model.dropout=0",
+    ),
 }
 
 

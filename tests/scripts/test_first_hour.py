@@ -32,7 +32,6 @@ MISSING = {
     "memory of 1.3 billion parameters": "needs the extra cluster",
     "16-mixed": "needs a GPU",
     "SyncBatchNorm": "needs GPUs",
-    "modern_124m, fsdp2": "does not work with strategy=fsdp2",
 }
 OF_EXTRAS = re.compile("needs the extra")
 # What a run would have left, for measurements that go on with its figures.

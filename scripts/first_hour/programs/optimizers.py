@@ -1,4 +1,4 @@
-"""Time a step of AdamW and of Muon, with products eager and compiled, at three sizes."""
+"""Time a step of AdamW and of Muon, with its update eager and compiled, at three sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training import muon
+from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
+from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.optim_settings import OptimConfig
 
@@ -33,19 +34,18 @@ def main() -> None:
             parameter.grad = torch.randn_like(parameter)
         time_step(f"{size} adamw", model, "adamw")
         time_step(f"{size} muon", model, "muon")
-        eager = muon.orthogonalized
-        muon.orthogonalized = torch.compile(eager, dynamic=False)
-        time_step(f"{size} muon, compiled products", model, "muon")
-        muon.orthogonalized = eager
+        time_step(f"{size} muon, compiled", model, "muon", compiled=True)
         del model
         gc.collect()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
 
 
-def time_step(name: str, model: nn.Module, algorithm: str) -> None:
+def time_step(name: str, model: nn.Module, algorithm: str, compiled: bool = False) -> None:
     """Print a row: the time of an optimizer's step."""
     optimizer = build_optimizer(model, OptimConfig(algorithm=algorithm), 1e-4)
+    if isinstance(optimizer, Muon):
+        optimizer.placement = ReplicatedMatrices(compiled)
     optimizer.found_inf = torch.zeros((), device=DEVICE)
     show(name, f"{milliseconds(optimizer.step, 8, 3):.2f} ms")
 
