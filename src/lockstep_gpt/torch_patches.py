@@ -1,14 +1,17 @@
 """Private names of torch, each with the reason. Versions: torch 2.12 to 2.15."""
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The base class of all BatchNorm layers, also of SyncBatchNorm: torch has no public one.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
@@ -28,6 +31,20 @@ def causal_attention_kernel(q: Tensor) -> SDPBackend:
 def has_fast_bfloat16() -> bool:
     """Return whether this CPU's matrix products are fast in bfloat16; torch asks oneDNN itself."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def compiled_for_each_shape(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, compiled in one piece for each combination of its arguments' shapes.
+
+    torch gives up after 8 of them, and versions below 2.13 have no public name for more.
+    """
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def call(*arguments: P.args, **settings: P.kwargs) -> R:
+        with torch._dynamo.config.patch(recompile_limit=256):
+            return compiled(*arguments, **settings)
+
+    return call
 
 
 def mark_overflow(scaler: Any, optimizer: Optimizer, skip: Tensor) -> None:

@@ -19,11 +19,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.gathering import ALL_GATHER
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.torch_patches import BatchNorm
-
-# Newer versions of torch use the first name, and warn about the second.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class PairwiseSum:

@@ -16,6 +16,7 @@ AUTO = "lockstep_gpt.distributed.strategies.auto"
 DDP = "lockstep_gpt.distributed.strategies.ddp"
 FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
 SHARD_DTYPES = ("float32", "bfloat16")
+SHARDABLE = ("adamw", "muon")  # optimizers that update shards
 
 
 def refuse_conflicts(config: Config) -> None:
@@ -64,8 +65,8 @@ def _refuse_unshardable(config: Config) -> None:
     fits = config.precision in ("32-true", "bf16-mixed")
     rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or ddp"
     check("precision", config.precision, fits, rule)
-    fits = config.optim.algorithm == "adamw"
-    rule = "does not work with strategy=fsdp2; set optim=adamw, or ddp"
+    fits = config.optim.algorithm in SHARDABLE
+    rule = "does not work with strategy=fsdp2; set optim=adamw or muon, or ddp"
     check("optim.algorithm", config.optim.algorithm, fits, rule)
     synchronized = config.trainer.get("sync_batchnorm", False)
     rule = "does not work with fsdp2; set strategy=ddp"

@@ -33,7 +33,7 @@ from lockstep_gpt.run.resuming import (
     refuse_other_weights,
     rescale_batch_progress,
 )
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim import build_optimizer, place_matrices
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
 from lockstep_gpt.training.skipped_updates import SkippedUpdates
@@ -97,15 +97,15 @@ class GPTModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Place the model on the ranks, and compile it; there is no optimizer yet."""
+        self.layout = layout_of(self.trainer.strategy)
         if self._is_placed:  # a test after training uses the same ranks
             return
         self._is_placed = True
         self.saved_weights = {name: weight.to("meta") for name, weight in self.state_dict().items()}
-        layout_of(self.trainer.strategy).place_model(self.model, self.config.compile)
+        self.layout.place_model(self.model, self.config.compile)
 
     def on_train_start(self) -> None:
-        """Find where the strategy has put the model, and prepare it for the first step."""
-        self.layout = layout_of(self.trainer.strategy)
+        """Prepare the first step, once the strategy has put everything in place."""
         self.skipped.count = self.skipped.count.to(self.device)
         self.losses.move_to(self.device)
         self.losses.copies = self.trainer.world_size // data_place(self.trainer).size
@@ -189,6 +189,7 @@ class GPTModule(lightning.LightningModule):
             self.schedule.peak_lr,
             fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
         )
+        place_matrices(optimizer, self.layout, self.config)
         scheduler = LambdaLR(optimizer, self.schedule.factor)
         return {
             "optimizer": optimizer,

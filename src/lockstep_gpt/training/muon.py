@@ -5,25 +5,31 @@ directions move equally. Matrices of one shape are orthogonalized together: one 
 does it, costs twice as much.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from lockstep_gpt.torch_patches import has_fast_bfloat16
+from lockstep_gpt.training.matrix_placement import (
+    MatrixPlacement,
+    Rates,
+    ReplicatedMatrices,
+    by_shape,
+    gradients_of,
+)
 from lockstep_gpt.training.optim_settings import OptimConfig
 
-# a, b, c of x -> a x + b x^3 + c x^5, which brings singular values from 0..1 to about 1 in a
-# few steps (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
 MOMENTUM_WARMUP = 300  # steps from the lower momentum to the higher: gradients change fast at first
 MOMENTA = (0.85, 0.95)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others."""
+    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others.
+
+    Its `placement` says which rank keeps the momentum of which matrix, and updates the weights.
+    """
 
     # A tensor that is 1 if the gradients are not finite: then the weights stay.
     found_inf: Tensor | None = None
@@ -34,10 +40,18 @@ class Muon(torch.optim.Optimizer):
         # With `fused`, torch restores the step count where AdamW's fused kernel reads it.
         groups = [{**group, "fused": not group["muon"]} for group in groups]
         super().__init__(groups, {"betas": betas, "eps": eps})
+        self.placement: MatrixPlacement = ReplicatedMatrices()
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """All matrices that are updated by Muon."""
+        return [
+            weight for group in self.param_groups if group["muon"] for weight in group["params"]
+        ]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all weights once."""
+        """Update all weights once; every rank must call this."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -46,46 +60,88 @@ class Muon(torch.optim.Optimizer):
             parameters = [weight for weight in group["params"] if weight.grad is not None]
             if not parameters:
                 continue
-            if not group["muon"]:
+            if group["muon"]:
+                self._update_by_muon(parameters, group)
+            else:
                 self._update_by_adamw(parameters, group)
-                continue
-            for shape in dict.fromkeys(weight.shape for weight in parameters):
-                same_shape = [weight for weight in parameters if weight.shape == shape]
-                self._update_by_muon(same_shape, group)
         return loss
 
-    def _update_by_muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape together, as a tensor of (N, rows, columns)."""
-        states = [self._state(weight, ("momentum",)) for weight in parameters]
-        gradients = torch.stack(_gradients(parameters))
-        keep: Any = 1.0
-        if self.found_inf is not None:
-            # 0: this step changes nothing. Its type also rounds what it is multiplied with.
-            keep = 1 - self.found_inf.to(torch.promote_types(gradients.dtype, torch.float32))
-            gradients = gradients.where(keep > 0, 0.0)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, whole on rank 0 and the same as a single device's.
 
-        # The moving average of gradients, and the step count.
-        warmed_up = min(1.0, int(states[0]["step"]) / MOMENTUM_WARMUP)
+        Every rank must call this.
+        """
+        states: dict[str, Any] = super().state_dict()
+        updated = [matrix for matrix in self.matrices if self.state.get(matrix)]
+        momenta = self.placement.whole_momenta(updated, self._momenta(updated))
+        for number, weight in self._numbered(states):
+            if weight in momenta:
+                states["state"][number] = {**self.state[weight], "momentum": momenta[weight]}
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank keeps of a whole state."""
+        states = dict(state_dict["state"])
+        matrices = set(self.matrices)
+        for number, weight in self._numbered(state_dict):
+            if number in states and weight in matrices and not self.placement.keeps(weight):
+                states[number] = {"step": states[number]["step"]}
+        super().load_state_dict({**state_dict, "state": states})
+
+    def _numbered(self, states: dict[str, Any]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number that each weight has in `states`."""
+        for saved, group in zip(states["param_groups"], self.param_groups, strict=False):
+            yield from zip(saved["params"], group["params"], strict=False)
+
+    def _momenta(self, matrices: list[Tensor]) -> dict[Tensor, Tensor]:
+        return {
+            matrix: self.state[matrix]["momentum"]
+            for matrix in matrices
+            if self.placement.keeps(matrix)
+        }
+
+    def _update_by_muon(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        for _, same_shape in by_shape(matrices):  # the order of states in a checkpoint
+            for matrix in same_shape:
+                names = ("momentum",) if self.placement.keeps(matrix) else ()
+                self._state(matrix, names)
+        steps = [self.state[matrix]["step"] for matrix in matrices]
+        warmed_up = min(1.0, int(steps[0]) / MOMENTUM_WARMUP)
         momentum = MOMENTA[0] + warmed_up * (MOMENTA[1] - MOMENTA[0])
-        averages = [state["momentum"] for state in states]
-        average = torch.stack(averages).lerp_(gradients, (1 - momentum) * keep)
-        torch._foreach_copy_(averages, average.unbind())
-        torch._foreach_add_([state["step"] for state in states], 1)
+        torch._foreach_add_(steps, 1)
 
-        # The update: its size doesn't depend on the gradients'.
-        updates = orthogonalized(gradients.lerp_(average, momentum))  # Nesterov momentum
-        rows, columns = parameters[0].shape
-        size = group["lr"] * max(1.0, rows / columns) ** 0.5
-        decay = group["lr"] * group["weight_decay"]
-        if decay != 0:
-            torch._foreach_mul_(parameters, 1 - decay * keep)
-        torch._foreach_add_(parameters, updates.mul_(-size * keep).unbind())
+        self.placement.update(matrices, self._momenta(matrices), self._rates(group, momentum))
+
+    def _rates(self, group: dict[str, Any], momentum: float) -> Callable[[torch.Size], Rates]:
+        """Return the function that gives the factors of this update for a shape."""
+        weight = group["params"][0]
+        # Also rounds what it is multiplied with.
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+
+        def scalar(value: float) -> Tensor:
+            return torch.full((), value, dtype=dtype, device=weight.device)
+
+        share = scalar(momentum)
+        inflow = scalar(1 - momentum)
+        keep = scalar(1.0)
+        if self.found_inf is not None:
+            keep = 1 - self.found_inf.to(dtype)
+        decay = None
+        if group["weight_decay"]:
+            decay = scalar(group["lr"] * group["weight_decay"])
+
+        def rates_of(shape: torch.Size) -> Rates:
+            rows, columns = shape
+            size = scalar(group["lr"] * max(1.0, rows / columns) ** 0.5)
+            return Rates(share, inflow, size, decay, keep)
+
+        return rates_of
 
     def _update_by_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(weight, ("exp_avg", "exp_avg_sq")) for weight in parameters]
         adamw(
             parameters,
-            _gradients(parameters),
+            gradients_of(parameters),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -109,39 +165,6 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=device)
             state.update({name: torch.zeros_like(parameter) for name in names})
         return state
-
-
-def _gradients(parameters: list[Tensor]) -> list[Tensor]:
-    return [weight.grad for weight in parameters if weight.grad is not None]
-
-
-def orthogonalized(matrices: Tensor) -> Tensor:
-    """Return roughly the nearest orthogonal matrices of (N, rows, columns), by Newton-Schulz.
-
-    Low precision is enough: singular values above 0.5 % of the matrix's norm end up between 0.6 and
-    1.25 anyway. Smaller ones remain smaller.
-    """
-    a, b, c = COEFFICIENTS
-    x = matrices.to(_product_type(matrices.device))
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    is_wide = x.shape[1] <= x.shape[2]
-    for _ in range(ITERATIONS):
-        if is_wide:  # x @ x.mT is the smaller of the two products
-            gram = x @ x.mT
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, polynomial, x, beta=a)
-        else:
-            gram = x.mT @ x
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, x, polynomial, beta=a)
-    return x.to(matrices.dtype)
-
-
-def _product_type(device: torch.device) -> torch.dtype:
-    """Return the narrowest dtype with fast products."""
-    if device.type == "cpu" and not has_fast_bfloat16():
-        return torch.float32
-    return torch.bfloat16
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:

@@ -4,9 +4,16 @@ import importlib
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.strategies import ModelLayout
+from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
+from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.owned_matrices import OwnedMatrices
+from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 
@@ -38,3 +45,22 @@ def build_optimizer(
         # None: one kernel per operation for all tensors, if the device has such kernels.
         fused=True if fused and has_kernels else None,
     )
+
+
+def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config: Config) -> None:
+    """Let ranks share Muon's work, on replicas or shards; other optimizers stay as they are.
+
+    With exact sums, the matrices that a rank works on may not change their bits. Compiled code may
+    add the numbers of one matrix in another order than those of a stack, and so may a GPU.
+    """
+    if not isinstance(optimizer, Muon):
+        return
+    is_exact = config.batch.exact_micro_size is not None
+    compiled = config.compile and not is_exact
+    one_by_one = is_exact and config.trainer["accelerator"] == "cuda"
+    placement: MatrixPlacement = ReplicatedMatrices(compiled, one_by_one)
+    if not layout.has_replicas:
+        placement = ShardedMatrices(compiled)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        placement = OwnedMatrices(optimizer.matrices, compiled, one_by_one)
+    optimizer.placement = placement

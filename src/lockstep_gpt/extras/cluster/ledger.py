@@ -8,8 +8,6 @@ them. There is no other model of time: `plan` uses this one.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -23,6 +21,7 @@ from lockstep_gpt.extras.cluster.tracing import as_on_a_gpu, changed, shaped, st
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.optim import build_optimizer
 
 
@@ -101,7 +100,7 @@ def trace(
             weight.grad = torch.zeros_like(weight)
         recorder.sums = set(recorder.sizes(weight.grad for weight in weights))
         optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
-        with _half_products(optimizer):
+        with changed(orthogonalization, product_type=lambda _: torch.bfloat16):  # as on GPUs
             with Recorder():
                 optimizer.step()  # creates its moments, which must exist from now on
             _record(recorder, model, optimizer, config, micro_size, memory)
@@ -135,11 +134,3 @@ def _record(
             weights = [weight for group in groups for weight in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, config.optim.clip_norm)
         optimizer.step()
-
-
-def _half_products(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Make Muon multiply in bfloat16, as it does on GPUs."""
-    module = sys.modules[type(optimizer).__module__]
-    if not hasattr(module, "_product_type"):
-        return contextlib.nullcontext()
-    return changed(module, _product_type=lambda _: torch.bfloat16)

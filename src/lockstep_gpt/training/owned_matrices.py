@@ -1,0 +1,125 @@
+"""Muon over replicas of a model: each matrix has one owner, which keeps its momentum.
+
+Ranks orthogonalize the matrices that they own, and send the updates to all others, in the type of
+the products: updates are exactly those of a single device. Momentum takes 1 / W of the memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep_gpt.distributed.gathering import Gathering, gather_stacks
+from lockstep_gpt.torch_patches import compiled_for_each_shape
+from lockstep_gpt.training import orthogonalization
+from lockstep_gpt.training.matrix_placement import (
+    Rates,
+    add_updates,
+    by_shape,
+    gradients_of,
+    updates_of,
+)
+from lockstep_gpt.training.orthogonalization import flops_of
+
+Shape = tuple[int, ...]
+
+
+class OwnedMatrices:
+    """Each matrix belongs to one rank; all ranks have all weights and gradients.
+
+    Args:
+        matrices: all that Muon updates, in the same order on all ranks.
+        compiled: compute updates of one shape in one compiled function, and add them in another.
+        one_by_one: orthogonalize each matrix by itself, not in a stack.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Tensor], compiled: bool = False, one_by_one: bool = False
+    ) -> None:
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._one_by_one = one_by_one
+        self._updates_of = updates_of
+        self._add_updates = add_updates
+        if compiled:
+            self._updates_of = compiled_for_each_shape(updates_of)
+            self._add_updates = compiled_for_each_shape(add_updates)
+        owners = owners_of(tuple(matrix.shape for matrix in matrices), self._world_size)
+        self._owners = dict(zip(matrices, owners, strict=True))
+
+    def keeps(self, matrix: Tensor) -> bool:
+        """Return whether this rank owns `matrix`."""
+        return self._owners[matrix] == self._rank
+
+    def update(
+        self,
+        matrices: Sequence[Tensor],
+        momenta: Mapping[Tensor, Tensor],
+        rates_of: Callable[[torch.Size], Rates],
+    ) -> None:
+        """Update all matrices; those of one shape travel while those of the next are computed."""
+        before: tuple[Gathering, list[Tensor], Rates] | None = None
+        for shape, weights in by_shape(matrices):
+            rates = rates_of(shape)
+            weights.sort(key=self._owners.__getitem__)  # the order in which updates arrive
+            gathering = self._send_updates(weights, momenta, rates)
+            if before is not None:
+                self._add(*before)
+            before = gathering, weights, rates
+        if before is not None:
+            self._add(*before)
+
+    def _send_updates(
+        self, weights: list[Tensor], momenta: Mapping[Tensor, Tensor], rates: Rates
+    ) -> Gathering:
+        dtype = orthogonalization.product_type(weights[0].device)
+        owned = [weight for weight in weights if self.keeps(weight)]
+        if owned:
+            averages = [momenta[weight] for weight in owned]
+            updates = self._updates_of(
+                gradients_of(owned), averages, rates, dtype, self._one_by_one
+            )
+        else:
+            updates = weights[0].new_empty(0, *weights[0].shape, dtype=dtype)
+        owners = [self._owners[weight] for weight in weights]
+        return gather_stacks(updates, [owners.count(rank) for rank in range(self._world_size)])
+
+    def _add(self, gathering: Gathering, weights: list[Tensor], rates: Rates) -> None:
+        self._add_updates(weights, gathering.wait(), rates)
+
+    def whole_momenta(
+        self, matrices: Sequence[Tensor], momenta: Mapping[Tensor, Tensor]
+    ) -> Mapping[Tensor, Tensor]:
+        """Return the momentum of all `matrices`, in host memory, on rank 0."""
+        whole = dict(momenta)
+        for matrix in matrices:
+            owner = self._owners[matrix]
+            if owner == 0:
+                continue
+            momentum = momenta[matrix] if owner == self._rank else torch.empty_like(matrix)
+            dist.broadcast(momentum, src=owner)
+            if self._rank == 0:
+                whole[matrix] = momentum.cpu()
+        return whole
+
+
+@cache
+def owners_of(shapes: tuple[Shape, ...], world_size: int) -> tuple[int, ...]:
+    """Return the rank that owns each matrix, so that ranks multiply about equally much.
+
+    Each rank owns equally many matrices of a shape. Those that remain, fewer than ranks, go to the
+    ranks with the least to multiply so far, the most expensive shapes first.
+    """
+    owners = [0] * len(shapes)
+    loads = [0] * world_size
+    for shape in sorted(dict.fromkeys(shapes), key=flops_of, reverse=True):
+        places = [place for place, other in enumerate(shapes) if other == shape]
+        even = len(places) - len(places) % world_size
+        ranks = [number % world_size for number in range(even)]
+        ranks += sorted(range(world_size), key=loads.__getitem__)[: len(places) - even]
+        for place, rank in zip(places, ranks, strict=True):
+            owners[place] = rank
+            loads[rank] += flops_of(shape)
+    return tuple(owners)
