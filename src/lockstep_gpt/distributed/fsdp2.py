@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from lockstep_gpt.distributed.sharded_states import (
 )
 from lockstep_gpt.distributed.strategies import norm_of_gradients
 from lockstep_gpt.distributed.tensor_parallel import split_model
-from lockstep_gpt.distributed.tensor_splits import TensorRanks, split_of
+from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
@@ -159,6 +159,10 @@ class ShardedStrategy(ModelParallelStrategy):
         copy.load_state_dict(weights)
         return copy
 
+    def tensor_part(self, weight: nn.Parameter) -> TensorPart | None:
+        """Return which part this rank has of `weight`, before it is sharded; None: all of it."""
+        return self._part_of(self._names[weight])
+
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
         """Return the norm of the weights' gradients, as a DTensor like these.
 
@@ -166,9 +170,8 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         if self._tensor_ranks is None:
             return norm_of_gradients(weights)
-        names = self._names
-        of_parts = [weight for weight in weights if split_of(names[weight])]
-        of_wholes = [weight for weight in weights if not split_of(names[weight])]
+        of_parts = [weight for weight in weights if self.tensor_part(weight)]
+        of_wholes = [weight for weight in weights if not self.tensor_part(weight)]
         square = self.whole_norm(norm_of_gradients(of_parts)).square()
         square = self._tensor_ranks.sum_of(square)
         square += self.whole_norm(norm_of_gradients(of_wholes)).square()
@@ -271,18 +274,24 @@ class ShardedStrategy(ModelParallelStrategy):
         return {name: gathered(weight, self._join_of(name)) for name, weight in weights.items()}
 
     def _join_of(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return what makes the whole of a tensor rank's part of the weight `name`."""
-        split = split_of(name)
-        if self._tensor_ranks is None or split is None:
-            return lambda part: part
-        return partial(split.whole, ranks=self._tensor_ranks)
+        """Return what makes the whole of this rank's part of the weight `name`."""
+        part = self._part_of(name)
+        if part is None:
+            return lambda whole: whole
+        return part.whole
 
     def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
         """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
-        split = split_of(name)
-        if self._tensor_ranks is not None and split is not None and getattr(value, "ndim", False):
-            value = split.part(value, self._tensor_ranks)
+        part = self._part_of(name)
+        if part is not None and getattr(value, "ndim", False):
+            value = part.of(value)
         return share_of(value, place)
+
+    def _part_of(self, name: str) -> TensorPart | None:
+        split = split_of(name)
+        if self._tensor_ranks is None or split is None:
+            return None
+        return TensorPart(split, self._tensor_ranks)
 
 
 def part_path(path: Path, rank: int, world_size: int) -> Path:
