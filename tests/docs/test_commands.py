@@ -126,7 +126,7 @@ def test_command_for_other_machines_composes_and_its_batch_divides(line, capsys)
     config = from_container(yaml.safe_load(capsys.readouterr().out))
     devices = launched or config.trainer["devices"]
     places = (8 if devices == "auto" else devices, config.trainer["num_nodes"])
-    batch = plan_batch(config.batch, config.model.block_size, *places)
+    batch = plan_batch(config.batch, config.model.block_size, *places, config.tensor_parallel)
     assert plan_schedule(config, batch).total_steps == config.max_steps
 
 
