@@ -221,9 +221,12 @@ class _Planner:
         return "weak", replace(batch, micro_size=size, global_size=None), notes
 
     def _all_divide(self, world_sizes: Sequence[int]) -> bool:
+        """Return whether the batch divides among all numbers of devices that can run the model."""
+        config = self.room.config
         try:
             for world_size in world_sizes:
-                self._spread(world_size, self.room.config.batch)
+                if world_size % config.tensor_parallel == 0:  # others are rejected one by one
+                    self._spread(world_size, config.batch)
         except UserError:
             return False
         return True
