@@ -93,3 +93,16 @@ def test_micro_batches_of_another_size_keep_the_mean():
     means, _ = row_of(halves, 2, state)
     assert means.shape == (2, 2)
     assert means.mean().item() == pytest.approx(LOSSES.double().mean().item(), rel=1e-6)
+
+
+def test_ranks_that_split_a_model_count_once(on_ranks):
+    """Two groups of two ranks have two micro-batches each; the losses of a group are equal."""
+
+    def losses_of(rank):
+        losses = StepLosses()
+        losses.copies = 2
+        add_step(losses, [10.0 * (rank // 2), 10.0 * (rank // 2) + 1])
+        return losses.state()["sums"].tolist(), losses.take().tolist()
+
+    expected = [[0.0, 1.0], [10.0, 11.0]]
+    assert on_ranks(4, losses_of) == [(expected, expected)] * 4

@@ -24,13 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.sharded_states import (
     gathered,
     share_of,
     shares_in,
     without_shares,
 )
-from lockstep_gpt.distributed.strategies import norm_of_gradients
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.lightning_patches import skip_teardown

@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
+from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.tensor_splits import TensorPart
 
 
@@ -61,11 +61,6 @@ class WholeModels:
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm."""
         return norm
-
-
-def norm_of_gradients(weights: list[nn.Parameter]) -> Tensor:
-    """Return the norm of the gradients of `weights`, some of which may have none."""
-    return get_total_norm([weight.grad for weight in weights if weight.grad is not None])
 
 
 def layout_of(strategy: Strategy) -> ModelLayout:

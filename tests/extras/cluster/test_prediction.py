@@ -200,7 +200,7 @@ def test_tensor_ranks_split_activations_and_wait_for_their_sums(composed):
     whole, split = plan(1).rows[-1], plan(4).rows[-1]
     assert plan(4).refused[1].startswith("strategy.tensor_parallel=4 does not divide 1 device")
     assert (split.batch.data_parallel, split.batch.accumulation) == (2, 8)
-    assert split.time.compute == pytest.approx(whole.time.compute)
+    assert split.time.compute == pytest.approx(whole.time.compute, rel=0.05)
     for name, share in (("weights", 1), ("optimizer", 1), ("gathered", 1 / 4), ("logits", 1 / 4)):
         expected = share * getattr(whole.memory, name)
         assert getattr(split.memory, name) == pytest.approx(expected, rel=0.1), name
