@@ -31,6 +31,7 @@ SETTINGS = {
 }
 GPT = {"n_layer": LAYERS, "n_embd": 32}
 MODERN = {**GPT, "architecture": "modern", "bias": False, "n_kv_head": 2, "ngram_rows": 16}
+SHAPES = {"gpt": GPT, "modern": MODERN, "recomputed": {**MODERN, "activation_checkpointing": True}}
 # Up to torch 2.12, the fake process group doesn't write the scattered gradients: they may be NaN.
 ANY_GRADIENT = {"max_skipped": 100}
 
@@ -70,7 +71,7 @@ def test_a_block_adds_activations_four_times_per_micro_batch(new_run, shape, tab
 
 
 @pytest.mark.usefixtures("eight")
-@pytest.mark.parametrize("shape", [GPT, MODERN], ids=["gpt", "modern"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_blocks_share_one_graph_and_nothing_is_compiled_again(new_run, graphs, shape):
     counters.clear()
     strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
@@ -80,7 +81,7 @@ def test_blocks_share_one_graph_and_nothing_is_compiled_again(new_run, graphs, s
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("shape", [GPT, MODERN], ids=["gpt", "modern"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_compiled_ranks_have_the_losses_of_eager_ones(new_run, losses_on_two, shape):
     def losses(compiled):
         return losses_on_two(
