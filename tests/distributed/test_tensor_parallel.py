@@ -221,7 +221,9 @@ def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model)
     words = (*ALL, *MODELS[model])
     command.train(*words, "trainer=cpu", "trainer.devices=1", "verbosity=quiet", "run_dir=one")
     command.train(*words, *FOUR, "run_dir=four")
-    assert losses(command, "four") == pytest.approx(losses(command, "one"), abs=1e-5)
+    # Muon orthogonalizes: it amplifies the rounding of gradients in small directions.
+    tolerance = 1e-4 if "optim=muon" in words else 1e-5
+    assert losses(command, "four") == pytest.approx(losses(command, "one"), abs=tolerance)
     one, four = (norms(command.folder / run) for run in ("one", "four"))
     assert max(one) > 0.5  # clipped
     assert four == pytest.approx(one, abs=1e-4)
