@@ -153,9 +153,11 @@ def test_a_rank_that_hangs_under_nccl_is_shown_by_the_guard(command):
 
 @two_gpus
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_shards_of_a_model_survive_a_kill(command, compiled):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_shards_of_a_model_survive_a_kill(command, optimizer, compiled):
     words = ("trainer=gpu", "trainer.devices=2", "strategy=fsdp2", f"compile={compiled}")
-    undisturbed, killed, _ = train_with_a_kill(command, *words, "batch.micro_size=2")
+    words = (*words, *OPTIMIZERS[optimizer], "batch.micro_size=2")
+    undisturbed, killed, _ = train_with_a_kill(command, *words)
     assert same(undisturbed, killed)
 
 
@@ -169,6 +171,20 @@ def test_two_gpus_that_split_a_model_give_the_losses_of_one(command, model, comp
     command.train("trainer=gpu", "trainer.devices=2", *split, *words, "run_dir=split")
     one, two = (command.summary(run)["val_loss"] for run in ("one", "split"))
     assert two == pytest.approx(one, abs=1e-3)
+
+
+@two_gpus
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_muon_s_matrices_that_meet_over_nccl_give_the_losses_of_one_gpu(
+    command, record_property, precision
+):
+    words = (*OPTIMIZERS["muon"], f"precision={precision}")
+    command.train(*ONE, *words, "run_dir=one")
+    shards = ("trainer=gpu", "trainer.devices=2", "strategy=fsdp2")
+    command.train(*shards, *words, "run_dir=shards")
+    one, two = (command.summary(run)["val_loss"] for run in ("one", "shards"))
+    record_property("difference", f"{two - one:.2e}")
+    assert two == pytest.approx(one, abs=3e-2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])

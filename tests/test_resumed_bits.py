@@ -92,13 +92,16 @@ def test_a_resume_has_the_saved_bits_in_any_precision(new_run, tmp_path, precisi
     }
 
 
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_resume_of_shards_has_the_saved_bits(new_run, tmp_path, on_ranks, precision):
+def test_a_resume_of_shards_has_the_saved_bits(new_run, tmp_path, on_ranks, precision, algorithm):
+    settings = {"precision": precision, "optim": {"algorithm": algorithm}}
+
     def place():
         return {"strategy": build_fsdp2(2, **SHARDS), "devices": 2, "precision": precision}
 
     def train(_rank):
-        weights = train_and_resume(new_run, tmp_path, {"precision": precision}, place)
+        weights = train_and_resume(new_run, tmp_path, settings, place)
         return {name: weight.tolist() for name, weight in weights.items()}
 
     results = on_ranks(2, train)

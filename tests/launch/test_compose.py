@@ -13,6 +13,7 @@ from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.data import data_settings
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
+from lockstep_gpt.launch.checks import SHARDABLE
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
@@ -71,8 +72,12 @@ def every_choice():
         for _ in range(max(len(complete(group)) for group in GROUPS))
     ]
     for line in lines:
-        if "strategy=fsdp2" in line:  # it rejects other optimizers
-            line[:] = ["optim=adamw" if word.startswith("optim=") else word for word in line]
+        if "strategy=fsdp2" in line:  # it rejects an optimizer of your own
+            allowed = [f"optim={name}" for name in SHARDABLE]
+            line[:] = [
+                "optim=adamw" if word.startswith("optim=") and word not in allowed else word
+                for word in line
+            ]
     return lines
 
 

@@ -1,11 +1,14 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import orthogonalization
+from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon, build_optimizer
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.orthogonalization import orthogonalized
@@ -142,3 +145,54 @@ def test_a_saved_state_resumes_bit_for_bit():
     for each, its in ((gpt, optimizer), (other, again)):
         step(each, its, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), other.parameters(), strict=True))
+
+
+def optimizer_of_matrices(shapes, compiled):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    group = {"params": weights, "lr": 0.02, "muon": True, "weight_decay": 0.1}
+    optimizer = Muon([group], (0.9, 0.95), 1e-8)
+    optimizer.placement = ReplicatedMatrices(compiled)
+    return optimizer
+
+
+def step_at_another_rate(optimizer, seed):
+    torch.manual_seed(seed)
+    for weight in optimizer.matrices:
+        weight.grad = torch.randn_like(weight)
+    optimizer.param_groups[0]["lr"] = 0.02 / (seed + 1)
+    optimizer.found_inf = torch.tensor(float(seed == 5))  # an update that is skipped
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
+def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
+    shapes = [(6, 10), (10, 6), (6, 10)]
+    optimizer, eager = (optimizer_of_matrices(shapes, compiled) for compiled in (True, False))
+    torch._dynamo.reset()
+    counters.clear()
+    for seed in range(10):  # the momentum differs, too
+        step_at_another_rate(optimizer, seed)
+        step_at_another_rate(eager, seed)
+        if seed == 5:
+            resumed = optimizer_of_matrices(shapes, compiled=True)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for weight, now in zip(resumed.matrices, optimizer.matrices, strict=True):
+                weight.data.copy_(now)
+        if seed > 5:
+            step_at_another_rate(resumed, seed)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    for weight, other, again in zip(
+        optimizer.matrices, eager.matrices, resumed.matrices, strict=True
+    ):
+        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-6)
+        assert torch.equal(weight, again)
+
+
+def test_more_shapes_can_be_compiled_than_torch_s_limit(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    optimizer = optimizer_of_matrices([(5, size) for size in range(1, 12)], compiled=True)
+    step_at_another_rate(optimizer, 0)  # with one graph per shape; otherwise, torch raises an error
+    assert len(optimizer.matrices) == 11 > torch._dynamo.config.recompile_limit

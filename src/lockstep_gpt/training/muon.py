@@ -26,11 +26,9 @@ MOMENTA = (0.85, 0.95)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others.
+    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others."""
 
-    Its `placement` says which rank keeps the momentum of which matrix, and updates the weights.
-    """
-
+    placement: MatrixPlacement = ReplicatedMatrices()  # set it before the first step
     # A tensor that is 1 if the gradients are not finite: then the weights stay.
     found_inf: Tensor | None = None
 
@@ -40,7 +38,6 @@ class Muon(torch.optim.Optimizer):
         # With `fused`, torch restores the step count where AdamW's fused kernel reads it.
         groups = [{**group, "fused": not group["muon"]} for group in groups]
         super().__init__(groups, {"betas": betas, "eps": eps})
-        self.placement: MatrixPlacement = ReplicatedMatrices()
 
     @property
     def matrices(self) -> list[Tensor]:

@@ -16,6 +16,7 @@ from lockstep_gpt.torch_patches import compiled_for_each_shape
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import (
     Rates,
+    ReplicatedMatrices,
     add_updates,
     by_shape,
     gradients_of,
@@ -24,10 +25,15 @@ from lockstep_gpt.training.matrix_placement import (
 from lockstep_gpt.training.orthogonalization import flops_of
 
 Shape = tuple[int, ...]
+# Products of matrices this short take less time than sending the result. And a CPU chooses their
+# kernel by the size of the whole stack, so a matrix's bits would depend on the others of its rank.
+SHORT = 16
 
 
 class OwnedMatrices:
     """Each matrix belongs to one rank; all ranks have all weights and gradients.
+
+    Matrices with a side of up to 16 belong to all ranks.
 
     Args:
         matrices: all that Muon updates, in the same order on all ranks.
@@ -46,12 +52,14 @@ class OwnedMatrices:
         if compiled:
             self._updates_of = compiled_for_each_shape(updates_of)
             self._add_updates = compiled_for_each_shape(add_updates)
-        owners = owners_of(tuple(matrix.shape for matrix in matrices), self._world_size)
-        self._owners = dict(zip(matrices, owners, strict=True))
+        self._everywhere = ReplicatedMatrices(compiled, one_by_one)
+        long = [matrix for matrix in matrices if min(matrix.shape) > SHORT]
+        owners = owners_of(tuple(matrix.shape for matrix in long), self._world_size)
+        self._owners = dict(zip(long, owners, strict=True))
 
     def keeps(self, matrix: Tensor) -> bool:
-        """Return whether this rank owns `matrix`."""
-        return self._owners[matrix] == self._rank
+        """Return whether `matrix` belongs to this rank."""
+        return self._owners.get(matrix, self._rank) == self._rank
 
     def update(
         self,
@@ -60,8 +68,10 @@ class OwnedMatrices:
         rates_of: Callable[[torch.Size], Rates],
     ) -> None:
         """Update all matrices; those of one shape travel while those of the next are computed."""
+        short = [matrix for matrix in matrices if matrix not in self._owners]
+        self._everywhere.update(short, momenta, rates_of)
         before: tuple[Gathering, list[Tensor], Rates] | None = None
-        for shape, weights in by_shape(matrices):
+        for shape, weights in by_shape([matrix for matrix in matrices if matrix in self._owners]):
             rates = rates_of(shape)
             weights.sort(key=self._owners.__getitem__)  # the order in which updates arrive
             gathering = self._send_updates(weights, momenta, rates)
@@ -95,7 +105,7 @@ class OwnedMatrices:
         """Return the momentum of all `matrices`, in host memory, on rank 0."""
         whole = dict(momenta)
         for matrix in matrices:
-            owner = self._owners[matrix]
+            owner = self._owners.get(matrix, 0)
             if owner == 0:
                 continue
             momentum = momenta[matrix] if owner == self._rank else torch.empty_like(matrix)

@@ -32,11 +32,15 @@ class ShardedMatrices:
     the parts of a matrix then exchange them, and each computes with the whole.
 
     Args:
-        part_of: returns which part of a matrix is sharded; None: all of it.
         compiled: compute what is between two exchanges in one compiled function.
+        part_of: returns which part of a matrix is sharded; None: all of it.
     """
 
-    def __init__(self, part_of: Callable[[Any], TensorPart | None], compiled: bool = False) -> None:
+    def __init__(
+        self,
+        compiled: bool = False,
+        part_of: Callable[[Any], TensorPart | None] = lambda _: None,
+    ) -> None:
         self._part_of = part_of
         self._directions_of = directions_of
         self._orthogonalized = orthogonalized

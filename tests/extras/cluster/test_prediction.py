@@ -127,8 +127,10 @@ def test_the_vocabulary_is_that_of_the_data(composed):
 LARGE = ("model=gpt2_large", "optim=adamw", "precision=bf16-mixed", "batch.global_size=64")
 
 
-def test_fsdp2_divides_the_states_by_the_ranks(composed):
-    one, eight = predict(composed(*LARGE, "strategy=fsdp2"), H100, (1, 8)).rows
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_fsdp2_divides_the_states_by_the_ranks(composed, optim):
+    words = (*LARGE[:1], f"optim={optim}", *LARGE[2:], "strategy=fsdp2")
+    one, eight = predict(composed(*words), H100, (1, 8)).rows
     for part in ("weights", "gradients", "optimizer"):
         share = getattr(one.memory, part) / 8
         assert getattr(eight.memory, part) == pytest.approx(share, rel=1e-6)

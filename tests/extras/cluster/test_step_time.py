@@ -163,6 +163,16 @@ def test_shared_states_are_exchanged_in_every_micro_step_and_updated_in_parts():
     assert one.optimizer == pytest.approx(unsharded.optimizer / 8)
 
 
+def test_muon_s_matrices_meet_on_their_owners_and_their_updates_return():
+    sharing = replace(SHARING, matrices=40, matrix_elements=10**8)
+    plain, muon = (
+        step_time(replace(WORK, sharing=each), spread(8), STILL) for each in (SHARING, sharing)
+    )
+    expected = 2 * 7 / 8 * 2 * 10**8 / 8 / (300 * GB)
+    assert muon.all_reduce - plain.all_reduce == pytest.approx(expected)
+    assert muon.exposed - plain.exposed == pytest.approx(expected)
+
+
 def test_gradients_that_add_up_whole_are_scattered_once_a_step():
     work = replace(WORK, sharing=replace(SHARING, adds_whole=True))
     one, four = (step_time(work, spread(8, accumulation=count), STILL) for count in (1, 4))

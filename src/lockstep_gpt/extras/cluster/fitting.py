@@ -16,7 +16,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
-from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
+from lockstep_gpt.extras.cluster.sharing import SIZES, Ownership, Sharing
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch
@@ -42,6 +42,7 @@ class Room:
     sharing: Sharing | None
     alone: Footprint
     together: Footprint  # on several ranks, before sharding
+    ownership: Ownership | None  # of Muon's matrices, on several ranks
 
     @classmethod
     def of(cls, config: Config, hardware: Hardware, vocab_size: int) -> Room:
@@ -57,7 +58,8 @@ class Room:
             together = memory.footprint(
                 config, part, kind, half_blocks, hardware.memory, config.tensor_parallel
             )
-        return cls(config, hardware, model, sharing, alone, together)
+        ownership = Ownership.of(config, model)
+        return cls(config, hardware, model, sharing, alone, together, ownership)
 
     def memory(self, micro_size: int, world_size: int) -> Memory:
         """Return peak memory of each of `world_size` ranks at `micro_size` samples at a time."""
@@ -119,6 +121,10 @@ class Room:
     def _footprint(self, world_size: int) -> Footprint:
         if self.sharing and world_size > 1:
             return self.together.shared(self.sharing, self._data_parallel(world_size))
+        if self.ownership and world_size > 1:
+            states = self.alone.states
+            optimizer = states.optimizer - self.ownership.saved(world_size)
+            return replace(self.alone, states=replace(states, optimizer=optimizer))
         return self.alone
 
     def _sums(self, micro_size: int, world_size: int) -> int:

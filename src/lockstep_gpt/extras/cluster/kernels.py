@@ -30,13 +30,15 @@ from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.torch_patches import declared_arguments
 
-EMBEDDING, BLOCKS, LOSS, SUMS, UPDATE = PARTS = (
+EMBEDDING, BLOCKS, LOSS, SUMS, MUON, UPDATE = PARTS = (
     "embedding",
     "blocks",
     "loss",
     "accumulation",  # of gradients, in each micro-batch but the first
-    "optimizer",  # and clipping, once per step
+    "muon",  # its momentum and its products, once per step, which ranks share under DDP
+    "optimizer",  # the rest of it, and clipping, once per step
 )
+UPDATES = (MUON, UPDATE)
 MODEL = (EMBEDDING, BLOCKS, LOSS)  # in each micro-batch
 MEMORY, PRODUCT, ATTENTION = "memory", "product", "attention"
 FORMS = {torch.float64: "fp64", torch.float32: "tf32", torch.float16: "fp16"}  # others: bf16
@@ -134,6 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits = 0
         self._compiled = compiled
         self._part, self._backward = BLOCKS, False
+        self._eager = False
         self._operations: list[_Operation] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive so that no key is reused
 
@@ -141,9 +144,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # the default's guard against compilation costs a second of imports
 
-    def enter(self, part: str, backward: bool = False) -> None:
-        """Set the part of the step that the next operations belong to."""
+    def enter(self, part: str, backward: bool = False, eager: bool = False) -> None:
+        """Set the part of the step that the next operations belong to.
+
+        They are not compiled if `eager`.
+        """
         self._part, self._backward = part, backward
+        self._eager = eager
 
     @contextlib.contextmanager
     def watching(self, model: GPT) -> Iterator[None]:
@@ -216,8 +223,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             most = max([*created.values(), *indices])
             read = {key: min(size, most) for key, size in read.items()}
             written = {key: min(size, most) for key, size in written.items()}
-        sums = self._part != UPDATE and bool(self.sums & {*change})
-        compiled = self._compiled and not (sums or self._part == UPDATE)
+        sums = self._part not in UPDATES and bool(self.sums & {*change})
+        compiled = self._compiled and not (sums or self._eager)
         part = SUMS if sums else self._part
         operation = _Operation(name, part, compiled, self._backward, read, written, {*change})
         operation.count_products(args)

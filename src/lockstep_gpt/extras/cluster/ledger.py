@@ -8,20 +8,23 @@ them. There is no other model of time: `plan` uses this one.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.hardware import Hardware
-from lockstep_gpt.extras.cluster.kernels import MODEL, SUMS, UPDATE, Kernel, Recorder
+from lockstep_gpt.extras.cluster.kernels import MODEL, MUON, SUMS, UPDATE, Kernel, Recorder
 from lockstep_gpt.extras.cluster.tracing import as_on_a_gpu, changed, shaped, step
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training import orthogonalization
+from lockstep_gpt.training import matrix_placement, orthogonalization
 from lockstep_gpt.training.optim import build_optimizer
 
 
@@ -129,8 +132,30 @@ def _record(
     gpu = as_on_a_gpu(max(whole_logits, functional.MANY_LOGITS), functional.GPU_CHUNK_LOGITS)
     with gpu, recorder, recorder.watching(model):
         step(model, micro_size, config.model.block_size, config.precision)
-        recorder.enter(UPDATE)
+        recorder.enter(UPDATE, eager=True)
         if config.optim.clip_norm is not None:
             weights = [weight for group in groups for weight in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, config.optim.clip_norm)
-        optimizer.step()
+        with _watching_muon(recorder, eager=config.batch.exact_micro_size is not None):
+            optimizer.step()
+
+
+@contextlib.contextmanager
+def _watching_muon(recorder: Recorder, eager: bool) -> Iterator[None]:
+    """Record which part of the step Muon's functions belong to; compiled code, unless `eager`."""
+
+    def in_part(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            recorder.enter(part, eager=eager)
+            result = function(*arguments)
+            recorder.enter(UPDATE, eager=True)
+            return result
+
+        return call
+
+    with changed(
+        matrix_placement,
+        updates_of=in_part(MUON, matrix_placement.updates_of),
+        add_updates=in_part(UPDATE, matrix_placement.add_updates),
+    ):
+        yield

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.chosen import Chosen
 from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware
-from lockstep_gpt.extras.cluster.kernels import PARTS, UPDATE
+from lockstep_gpt.extras.cluster.kernels import PARTS, UPDATES
 from lockstep_gpt.extras.cluster.ledger import Ledger, ledger
 from lockstep_gpt.extras.cluster.prediction import vocabulary
 from lockstep_gpt.extras.cluster.table import shares
@@ -49,6 +49,8 @@ def table(book: Ledger, batch: BatchPlan, devices: Sequence[Hardware]) -> Iterat
     yield f"{'part':<14}{'kernels':>8}{'GB read':>10}{'GB written':>12}{'TFLOP':>8}{names}"
     for part in PARTS:
         part_ledger = book.of(part)
+        if not part_ledger.kernels:
+            continue
         times = "".join(f"{part_ledger.seconds(device) * 1e3:12.2f}" for device in devices)
         read, written = part_ledger.total("read") / GB, part_ledger.total("written") / GB
         yield (
@@ -56,7 +58,7 @@ def table(book: Ledger, batch: BatchPlan, devices: Sequence[Hardware]) -> Iterat
             f"{part_ledger.total('flops') / TERA:8.2f}{times}"
         )
     steps = [
-        book.compute(batch.accumulation, device) + book.of(UPDATE).seconds(device)
+        book.compute(batch.accumulation, device) + book.of(*UPDATES).seconds(device)
         for device in devices
     ]
     yield f"{'a step':<52}" + "".join(f"{seconds * 1e3:12.1f}" for seconds in steps)

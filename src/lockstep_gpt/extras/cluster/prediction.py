@@ -145,6 +145,7 @@ def _work(room: Room) -> Work:
         ledger=cache(lambda micro_size: ledger(config, model.vocab_size, micro_size, memory)),
         sharing=room.sharing,
         tensor_sums=_tensor_sums(room),
+        ownership=room.ownership,
     )
 
 

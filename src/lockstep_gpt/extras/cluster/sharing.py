@@ -1,13 +1,19 @@
-"""How `strategy=fsdp2` changes a plan: what each rank stores, and what ranks gather and scatter."""
+"""How ranks share a model or its updates: what each stores, and what ranks gather and scatter."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.launch.checks import FSDP2
+from lockstep_gpt.training.muon import Muon
+from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.orthogonalization import flops_of
+from lockstep_gpt.training.owned_matrices import SHORT, owners_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 
@@ -23,6 +29,8 @@ class Sharing:
     gathered_size: int  # bytes per element of a block, in transit and while it computes
     reduced_size: int  # bytes per element of a gradient in transit
     adds_whole: bool = True  # gradients before a step's last micro-batch are added up unsharded
+    matrices: int = 0  # that Muon orthogonalizes, each whole on one rank
+    matrix_elements: int = 0  # of all these
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Sharing | None:
@@ -31,6 +39,8 @@ class Sharing:
         if strategy.get("_target_") != FSDP2:
             return None
         blocks = [_elements(block) for block in getattr(model, "blocks", ())]
+        optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
+        matrices = optimizer.matrices if isinstance(optimizer, Muon) else []
         return cls(
             blocks=len(blocks),
             block=max(blocks, default=0),
@@ -39,6 +49,8 @@ class Sharing:
             gathered_size=SIZES[strategy["param_dtype"]],
             reduced_size=SIZES[strategy["reduce_dtype"]],
             adds_whole=not strategy.get("reduce_each", False),
+            matrices=len(matrices),
+            matrix_elements=sum(matrix.numel() for matrix in matrices),
         )
 
     @property
@@ -51,6 +63,46 @@ class Sharing:
         gathered_blocks = min(2, self.blocks) if self.reshards else self.blocks
         blocks = gathered_blocks * self.gathered_size + min(1, self.blocks) * self.reduced_size
         return blocks * self.block + 4 * self.rest
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """How ranks under DDP share Muon's matrices: each orthogonalizes its own."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    size: int  # bytes per number of the momentum
+
+    @classmethod
+    def of(cls, config: Config, model: nn.Module) -> Ownership | None:
+        """Return how ranks share the matrices of `model`; None if they don't."""
+        optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
+        if config.strategy.get("_target_") == FSDP2 or not isinstance(optimizer, Muon):
+            return None
+        matrices = [matrix for matrix in optimizer.matrices if min(matrix.shape) > SHORT]
+        if not matrices:
+            return None
+        return cls(tuple(tuple(matrix.shape) for matrix in matrices), matrices[0].itemsize)
+
+    @property
+    def updates(self) -> int:
+        """Bytes of all updates, which are sent in bfloat16."""
+        return 2 * sum(map(math.prod, self.shapes))
+
+    def largest_share(self, world_size: int) -> float:
+        """Return the busiest rank's share of the products."""
+        return max(self._sums(flops_of, world_size)) / sum(map(flops_of, self.shapes))
+
+    def saved(self, world_size: int) -> int:
+        """Return the bytes of momentum that a rank need not keep."""
+        whole = sum(map(math.prod, self.shapes))
+        return self.size * (whole - max(self._sums(math.prod, world_size)))
+
+    def _sums(self, size: Callable[[tuple[int, ...]], int], world_size: int) -> list[int]:
+        """Return the sum of the matrices' sizes on each rank."""
+        sums = [0] * world_size
+        for shape, owner in zip(self.shapes, owners_of(self.shapes, world_size), strict=True):
+            sums[owner] += size(shape)
+        return sums
 
 
 def _elements(module: nn.Module) -> int:

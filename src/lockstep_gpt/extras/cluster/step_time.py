@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
-from lockstep_gpt.extras.cluster.kernels import UPDATE
+from lockstep_gpt.extras.cluster.kernels import MUON, UPDATE, UPDATES
 from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
-from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.training.schedule import BatchPlan
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early
 BACKWARD_SHARE = 2 / 3  # backward's part of both passes (Kaplan et al. 2020, section 2.1)
 BYTES_PER_TOKEN = 2 * 8  # the token and its target, both int64
+PRODUCT_SIZE = 2  # bytes per element in Muon's products: bfloat16 on GPUs
 
 
 RING, TREE = "ring", "tree"
@@ -27,10 +28,10 @@ RING, TREE = "ring", "tree"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; `all_reduce` overlaps with `compute`, except for `exposed`."""
+    """Seconds of one optimizer step; `all_reduce` overlaps with the rest, except for `exposed`."""
 
     compute: float
-    all_reduce: float  # under fsdp2: gathers and scatters
+    all_reduce: float  # and Muon's matrices or updates; under fsdp2: gathers and scatters
     algorithm: str  # NCCL's, for the largest bucket; empty: nothing is exchanged
     exposed: float
     optimizer: float
@@ -179,6 +180,7 @@ class Work:
     ledger: Callable[[int], Ledger]  # for a micro-batch of this many samples
     sharing: Sharing | None = None  # None: each rank stores the whole model
     tensor_sums: int = 0  # bytes that tensor ranks add up for each token, one block after another
+    ownership: Ownership | None = None  # of Muon's matrices, if each rank stores the whole model
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
@@ -192,21 +194,34 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         compute = ledger.compute(batch.accumulation, hardware)
     compute /= batch.tensor_parallel
     micro_step = compute / batch.accumulation
-    update = ledger.of(UPDATE).seconds(hardware)
+    update = ledger.of(*UPDATES).seconds(hardware)
     if batch.world_size == 1:
         exchange = 0.0
         algorithm = ""
         exposed = 0.0
     elif work.sharing:
-        exchange, exposed = _sharded(work.sharing, *data_ranks(batch, hardware), micro_step)
+        ranks, links = data_ranks(batch, hardware)
+        exchange, exposed = _sharded(work.sharing, ranks, links, micro_step)
+        matrices = _exchanged_matrices(work.sharing, ranks, links)
+        exchange += matrices
+        exposed += matrices
         algorithm = RING
         if work.tensor_sums:
             sums = batch.accumulation * tensor_seconds(tokens * work.tensor_sums, batch, hardware)
             exchange += sums
             exposed += sums  # nothing is computed meanwhile
-        update /= batch.world_size
+        update = ledger.of(UPDATE).seconds(hardware) / batch.world_size
+        # Each tensor rank orthogonalizes whole matrices.
+        update += ledger.of(MUON).seconds(hardware) / batch.data_parallel
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
+        if work.ownership:
+            share = work.ownership.largest_share(batch.world_size)
+            update = share * ledger.of(MUON).seconds(hardware) + ledger.of(UPDATE).seconds(hardware)
+            # Some of it overlaps with the products of the next shape.
+            gather = gather_seconds(work.ownership.updates, batch, hardware)
+            exchange += gather
+            exposed += gather
     return StepTime(
         compute=compute,
         all_reduce=exchange,
@@ -269,3 +284,16 @@ def _sharded(
         earlier_exchange, earlier_exposed = micro_step_seconds(scatter=0.0, scattered_rest=0.0)
     earlier = batch.accumulation - 1
     return earlier * earlier_exchange + exchange, earlier * earlier_exposed + exposed
+
+
+def _exchanged_matrices(sharing: Sharing, batch: BatchPlan, hardware: Hardware) -> float:
+    """Return the seconds in which Muon's matrices meet on their owners, and their updates return.
+
+    In each round, every rank receives a matrix and sends one back, in the type of the products. As
+    a bound from above, nothing hides this, and messages take as many steps as a ring.
+    """
+    if not sharing.matrices:
+        return 0.0
+    rounds = math.ceil(sharing.matrices / batch.world_size)
+    size = PRODUCT_SIZE * sharing.matrix_elements / batch.world_size / rounds
+    return 2 * rounds * gather_seconds(size, batch, hardware)

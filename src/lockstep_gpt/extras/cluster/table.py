@@ -108,7 +108,7 @@ def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
         yield (
             "fsdp2",
             "gathers each block while the one before computes, and scatters its gradients while "
-            "the next does; the rest of the model, and the ends, are exposed",
+            "the next does; the rest of the model, the ends, and Muon's exchange are exposed",
         )
         yield "efficiency", "can be above 100%, because ranks share the update too"
         yield "algorithm", f"NCCL's ring, (N - 1) / N of the bytes each time; {narrowest}"
