@@ -34,6 +34,10 @@ Run lint, types, and tests, and stop at the first failure. Without options, run 
   --changed               only the tests of files that differ from the last commit
   --versions SET          oldest, pinned (the default), or newest versions of what the project
                           needs; each set has its own environment; lint and types only with pinned
+
+Without --versions and .venv, tests run with the Python that runs this, if it can import the project
+and pytest's plugins. Nothing is installed then, as on a GPU machine without a network.
+
   pytest options          paths of tests, -k WORDS, -x, -n PROCESSES, and so on; all of them:
                           .venv/bin/python -m pytest --help
 """
@@ -99,7 +103,6 @@ def test(options: "list[str]") -> int:
         sys.stdout.write(TEST_HELP)
         return 0
     environment, options = _with_versions(options)
-    environment.set_up(everything=True)
     return check(environment, options)
 
 
@@ -117,13 +120,16 @@ def install(names: "list[str]") -> int:
 
 
 def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":
-    """Return the environment that `--versions` asks for, and the other options."""
+    """Return the environment for the tests, which `--versions` can choose, and other options."""
     parser = argparse.ArgumentParser("dev.py test", add_help=False, allow_abbrev=False)
-    parser.add_argument("--versions", default="pinned")
+    parser.add_argument("--versions")
     known, others = parser.parse_known_args(options)
-    if known.versions not in SETS:
+    if known.versions not in (None, *SETS):
         refuse(f"--versions={known.versions} is not one of {', '.join(SETS)}")
-    return Environment(known.versions), others
+    environment = Environment(known.versions or "pinned")
+    if known.versions or not environment.use_active():
+        environment.set_up(everything=True)
+    return environment, others
 
 
 def check(environment: Environment, options: "list[str]") -> int:
@@ -152,7 +158,7 @@ def check(environment: Environment, options: "list[str]") -> int:
         status = _to_the_end([environment.python, "-m", *step])
         if status:
             return status
-    if is_whole:
+    if is_whole and environment.versions in SETS:  # not into a folder of the system
         seconds.write_text(str(time.monotonic() - started))
     return 0
 

@@ -7,6 +7,7 @@ newest  the highest that pyproject.toml allows, prereleases included where it na
 # Python 3.6 must still be able to start this, because dev.py imports it.
 
 import hashlib
+import importlib.util
 import itertools
 import os
 import re
@@ -33,8 +34,14 @@ REQUIREMENT = re.compile(r"([\w.-]+)>=([\w.]+)[^;]*(;.*)?")
 VERSIONS_PROGRAM = """\
 import importlib.metadata as installed, platform, sys
 found = ["Python " + platform.python_version()]
-print(*found, *(name + " " + installed.version(name) for name in sys.argv[1:]), sep=", ")
+for name in sys.argv[1:]:
+    try:
+        found.append(name + " " + installed.version(name))
+    except installed.PackageNotFoundError:
+        found.append("no " + name)
+print(*found, sep=", ")
 """
+NEEDED_BY_PYTEST = ("hypothesis", "pytest", "pytest_timeout", "xdist")  # or it does not start
 
 
 class Environment:
@@ -49,6 +56,24 @@ class Environment:
         self.folder = ROOT / (".venv" if versions == "pinned" else ".venv-" + versions)
         self.python = str(self.folder / ("bin/python" if POSIX else "Scripts/python.exe"))
         self.stamp = self.folder / "set-up.sha256"  # written last: without it, it is incomplete
+
+    def use_active(self) -> bool:
+        """Use the Python that runs this, if it can run the tests and there is no environment yet.
+
+        It must import this checkout's package, and not another's. So tests run on a GPU machine
+        without a network whose image has the packages.
+        """
+        package = importlib.util.find_spec("lockstep_gpt")
+        if self._stamped() or Path(sys.prefix) == self.folder or package is None:
+            return False
+        if not Path(str(package.origin)).resolve().is_relative_to(ROOT):
+            return False
+        if not all(map(importlib.util.find_spec, NEEDED_BY_PYTEST)):
+            return False
+        self.versions = "active"
+        self.folder = Path(sys.prefix)
+        self.python = sys.executable
+        return True
 
     def set_up(self, everything: bool = False, names: "tuple[str, ...]" = ()) -> None:
         """Install the project and its versions in the environment, unless they are there already.

@@ -411,7 +411,8 @@ def state(shared: Path) -> Iterator[None]:
 def servers() -> Iterator[None]:
     """Let all commands of this worker share the server from which they fork their ranks.
 
-    It imports wandb, even for commands without wandb: a second server would take five seconds.
+    It imports wandb, if installed, even for commands without wandb: a second server would take
+    five seconds.
     """
     with supervise.sharing_servers(), pytest.MonkeyPatch.context() as patch:
         if WARM:
@@ -420,7 +421,7 @@ def servers() -> Iterator[None]:
 
             def fork_with_wandb(*positional: Any) -> Any:
                 target, arguments, words, environment, _, *streams = positional
-                modules = ["wandb", "wandb.sdk.launch"]  # each run imports the latter
+                modules = [*forked_python.OF_COMMANDS]
                 return fork(target, arguments, words, environment, modules, *streams)
 
             patch.setattr(server, "start", fork_with_wandb)

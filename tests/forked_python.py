@@ -14,6 +14,7 @@ Python. Each has a server of the extra `warm` from the start: a fork as well.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -37,7 +38,10 @@ READ_ON_IMPORT = (
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
 PACKAGE = "lockstep_gpt"
 WARM = "lockstep_gpt.extras.warm"
-OF_COMMANDS = ("wandb", "wandb.sdk.launch")  # `servers` of conftest.py asks for these, in order
+# `servers` of conftest.py asks for these, in order; each run imports the last one.
+OF_COMMANDS = ("wandb", "wandb.sdk.launch")
+if importlib.util.find_spec("wandb") is None:
+    OF_COMMANDS = ()
 PRELOADED = (
     "accelerate.commands.launch",
     "datasets",

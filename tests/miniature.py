@@ -1,5 +1,6 @@
 """Fixtures for all tests: miniature runs with real data, modules, and Trainers on the CPU."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-from wandb.proto import wandb_internal_pb2
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import data_choices
@@ -202,6 +202,8 @@ BLOCK, HEADER = 32768, 7
 
 def read_records(path):
     """Read a `.wandb` file: LevelDB's log format after 7 bytes, a protobuf in each record."""
+    from wandb.proto import wandb_internal_pb2  # all other fixtures work without wandb
+
     content, position, parts = path.read_bytes(), HEADER, []
     while position + HEADER <= len(content):
         if BLOCK - position % BLOCK < HEADER:
@@ -280,3 +282,20 @@ def saved_run(tmp_path_factory):
         return run
 
     return save
+
+
+@pytest.fixture
+def attention_operations():
+    """Record which kernels of scaled dot-product attention run in a block, such as `flash`."""
+
+    @contextlib.contextmanager
+    def record():
+        ran = []
+        with torch.profiler.profile() as profile:
+            yield ran
+        for event in profile.events():
+            found = re.match(r"aten::_scaled_dot_product_(\w+)", event.name)
+            if found:
+                ran.append(re.sub("_?attention(_for_cpu)?_?", "", found[1]))
+
+    return record

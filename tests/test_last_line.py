@@ -8,8 +8,9 @@ import pytest
 
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.run.checkpoint import checkpoint_path, sum_path, write_checkpoint
+from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME
+from lockstep_gpt.run.checkpoint_sums import sum_path
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.last_line import resume_command, way_on
 

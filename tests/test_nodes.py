@@ -15,15 +15,38 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# The command on one of the machines, as with `ip netns exec`, but without a separate program.
+# A program on one of the machines, as with `ip netns exec`, but without a separate process.
 INSIDE = """
-import ctypes, os
+import ctypes, os, socket
 from lockstep_gpt import cli
+NET, MOUNTS, NAMES = 0x40000000, 0x20000, 0x04000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
+PRIVATE, BIND = 0x44000, 0x1000  # MS_REC | MS_PRIVATE, MS_BIND
+library = ctypes.CDLL(None, use_errno=True)
+def call(function, *words):
+    if getattr(library, function)(*words):
+        raise OSError(ctypes.get_errno(), function)
 def main(words):
     with open(os.environ["NAMESPACE"]) as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), "setns")
+        call("setns", namespace.fileno(), NET)
     return cli.main(words)
+def torchrun(words):
+    from torch.distributed import run
+    with open(os.environ["NAMESPACE"]) as namespace:
+        call("setns", namespace.fileno(), NET)
+    call("unshare", MOUNTS | NAMES)
+    call("mount", b"none", b"/", None, PRIVATE, None)
+    call("mount", os.environ["HOSTS"].encode(), b"/etc/hosts", None, BIND, None)
+    socket.sethostname(os.environ["HOST"])
+    return run.main(words)
+"""
+# The command as a rank of torchrun, which then writes down where gloo has listened.
+RANK = """
+import os, sys
+from lockstep_gpt import cli
+status = cli.main(sys.argv[1:])
+with open(os.environ["GLOO_FILE"], "w") as file:
+    file.write(os.environ["GLOO_SOCKET_IFNAME"])
+sys.exit(status)
 """
 
 
@@ -57,10 +80,29 @@ class Nodes:
     def start(self, command, node, *overrides, **environment):
         launch = [f"launch.node_rank={node}", f"launch.rdzv_endpoint={self.addresses[0]}:29511"]
         words = command.smoke("trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2")
+        return self._start(command, node, "main", *words, *launch, *overrides, **environment)
+
+    def start_torchrun(self, command, node, *overrides):
+        """Start torchrun with one rank where the own name is 127.0.1.1, Debian's default."""
+        hosts = self.folder / f"hosts{node}"
+        addresses = [*self.addresses]
+        addresses[node] = "127.0.1.1"
+        lines = zip(["127.0.0.1", *addresses], ["localhost", *self.names], strict=True)
+        hosts.write_text("".join(f"{address} {name}\n" for address, name in lines))
+        endpoint = f"--rdzv_endpoint={self.names[0]}:29513"
+        words = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", endpoint]
+        program = self.folder / "rank.py"
+        program.write_text(RANK)
+        words += [str(program), *command.smoke("trainer=cpu", *overrides)]
+        machine = {"HOSTS": str(hosts), "HOST": self.names[node]}
+        machine["GLOO_FILE"] = str(self.folder / f"gloo{node}")
+        return self._start(command, node, "torchrun", *words, **machine)
+
+    def _start(self, command, node, function, *words, **environment):
         (self.folder / "inside.py").write_text(INSIDE)
         path = os.pathsep.join(filter(None, [str(self.folder), environment.get("PYTHONPATH")]))
         environment |= {"PYTHONPATH": path, "NAMESPACE": f"/run/netns/{self.names[node]}"}
-        return command.start(*words, *launch, *overrides, target="inside:main", **environment)
+        return command.start(*words, target=f"inside:{function}", **environment)
 
     def link(self, node, state):
         ip("-n", self.names[node], "link", "set", self.links[node], state)
@@ -103,6 +145,19 @@ def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
     ours, theirs = weights(run), weights(command.folder / "runs/two")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert command.summary("runs/nodes")["world_size"] == 2
+
+
+def test_two_nodes_of_torchrun_reach_each_other_where_their_own_names_are_loopback(nodes, two):
+    command, _ = two
+    run = command.folder / "runs/torchrun_nodes"
+    words = (f"run_dir={run}", "strategy.timeout_seconds=60")
+    processes = [nodes.start_torchrun(command, node, *words) for node in (0, 1)]
+    statuses, errors = ended(*processes)
+    assert statuses == [0, 0], errors
+    interfaces = [(nodes.folder / f"gloo{node}").read_text() for node in (0, 1)]
+    assert interfaces == nodes.links  # with `lo` on one, it would depend on gloo who connects
+    ours, theirs = weights(run), weights(command.folder / "runs/two")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=20", "val_every=4000")

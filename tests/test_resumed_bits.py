@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lockstep_gpt.distributed.fsdp2 import build_fsdp2
+from lockstep_gpt.distributed.strategies import ddp
 
 SHARDS = {
     "process_group_backend": "gloo",
@@ -13,6 +14,13 @@ SHARDS = {
     "param_dtype": "float32",
     "reduce_dtype": "float32",
     "save_parts": False,
+}
+REPLICAS = {
+    "process_group_backend": "gloo",
+    "timeout_seconds": 60,
+    "comm_hook": "none",
+    "gradient_as_bucket_view": True,
+    "bucket_cap_mb": 0.004,  # several buckets
 }
 
 
@@ -107,6 +115,24 @@ def test_a_resume_of_shards_has_the_saved_bits(new_run, tmp_path, on_ranks, prec
     results = on_ranks(2, train)
     assert not isinstance(results[0], str), results[0]
     assert results[0] == results[1]
+    check(tmp_path, {name: torch.tensor(values) for name, values in results[0].items()})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resume_on_ranks_has_the_saved_bits(new_run, tmp_path, on_ranks, world, precision):
+    def place():
+        return {"strategy": ddp(**REPLICAS), "devices": world}
+
+    def train(_rank):
+        # With a validation at the save, before which Lightning would free the gradients.
+        settings = {"precision": precision, "val_every": 3}
+        weights = train_and_resume(new_run, tmp_path, settings, place)
+        return {name: weight.tolist() for name, weight in weights.items()}
+
+    results = on_ranks(world, train)
+    assert not isinstance(results[0], str), results[0]
+    assert all(weights == results[0] for weights in results)
     check(tmp_path, {name: torch.tensor(values) for name, values in results[0].items()})
 
 

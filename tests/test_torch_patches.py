@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep_gpt import torch_patches
 
@@ -18,7 +19,18 @@ from lockstep_gpt import torch_patches
 def test_the_kernel_of_attention_is_the_one_that_is_allowed(kernel):
     q = torch.empty(1, 2, 128, 32)
     with sdpa_kernel(kernel):
-        assert torch_patches.causal_attention_kernel(q) == kernel
+        assert torch_patches.attention_kernel(q, dropout=0.0) == kernel
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 256, 256, dtype=torch.bool)])
+def test_the_kernel_of_attention_is_the_one_that_runs(dropout, mask, attention_operations):
+    q = torch.zeros(1, 2, 256, 32)
+    with attention_operations() as ran:
+        scaled_dot_product_attention(q, q, q, mask, dropout, is_causal=mask is None)
+    kernel = torch_patches.attention_kernel(q, dropout, mask)
+    assert ran == [kernel.name.removesuffix("_ATTENTION").lower()]
+    assert (kernel == SDPBackend.MATH) == bool(dropout)
 
 
 def updated(skip):

@@ -29,7 +29,8 @@ from pathlib import Path
 from process_tree import tree, wait_for, words_of
 
 from lockstep_gpt.extras.cluster.exactness import differences, left_by
-from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.metrics_file import STEP
 

@@ -17,15 +17,17 @@ R = TypeVar("R")
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
-def causal_attention_kernel(q: Tensor) -> SDPBackend:
+def attention_kernel(q: Tensor, dropout: float, mask: Tensor | None = None) -> SDPBackend:
     """Return the kernel that scaled dot-product attention would take for queries like `q`.
 
     Public functions only say which kernels are enabled, not which one is chosen.
 
     Args:
         q: of shape (B, heads, T, width of a head); keys and values have the same.
+        dropout: probability that a weight is set to 0; some kernels can't do that.
+        mask: whether a query sees a key; None: each sees itself and earlier ones.
     """
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, mask, dropout, mask is None))
 
 
 def has_fast_bfloat16() -> bool:

@@ -5,15 +5,13 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep_gpt.run.checkpoint import (
-    checkpoint_path,
-    fault_of,
-    files_of,
-    newest_valid,
-    read_checkpoint,
-    size_of,
-)
+from lockstep_gpt.distributed.sharded_states import share_of
+from lockstep_gpt.run.checkpoint import checkpoint_path, newest_valid, read_checkpoint, size_of
+from lockstep_gpt.run.checkpoint_content import SavedShards
+from lockstep_gpt.run.checkpoint_sums import fault_of, files_of
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
 MEASURE = """
@@ -158,6 +156,23 @@ def test_parts_join_to_the_checkpoint_of_whole_weights(in_parts, sharded):
         for name, value in state.items():
             ours = joined["optimizer_states"][0]["state"][number][name]
             assert torch.equal(ours, value), (number, name)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7, 8])
+def test_each_rank_s_share_is_fsdp2_s_and_stays_in_the_file(on_ranks, rows):
+    whole = torch.arange(rows * 2.0).reshape(rows, 2)
+    saved = {"whole": whole, "parts": SavedShards((whole[:2], whole[2:5], whole[5:]))}
+
+    def shares(_rank):
+        mesh = init_device_mesh("cpu", (3,))
+        place = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)])
+        shares = {name: share_of(value, place).to_local() for name, value in saved.items()}
+        expected = distribute_tensor(whole, mesh, [Shard(0)]).to_local()
+        equal = [torch.equal(share, expected) for share in shares.values()]
+        storage = shares["whole"].untyped_storage().data_ptr()
+        return equal, storage == whole.untyped_storage().data_ptr()
+
+    assert on_ranks(3, shares) == [([True, True], True)] * 3
 
 
 def test_each_rank_writes_half(in_parts):

@@ -203,6 +203,13 @@ def test_a_run_of_one_device_continues_in_its_folder_on_split_ranks(command, fin
     assert losses(command, "run") == pytest.approx(continued, abs=2e-5)
 
 
+def test_a_checkpoint_in_parts_of_shards_resumes_on_split_ranks(command, continued):
+    shards = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2", "strategy.save_parts=true")
+    command.train(*shards, "run_dir=parts")
+    command.train(f"resume={command.folder / 'parts'}", "max_steps=30", *TWO, "run_dir=run")
+    assert losses(command, "run") == pytest.approx(continued, abs=2e-5)
+
+
 # Everything at once: both models, dropout, accumulation, clipping, recomputed blocks.
 ALL = ("max_steps=50", "val_every=25", "batch.micro_size=2", "model.dropout=0.1", "model.n_head=4")
 ALL = (*ALL, "optim.clip_norm=0.5", "callbacks.sample=null")
@@ -226,7 +233,7 @@ def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model)
     assert losses(command, "four") == pytest.approx(losses(command, "one"), abs=tolerance)
     one, four = (norms(command.folder / run) for run in ("one", "four"))
     assert max(one) > 0.5  # clipped
-    assert four == pytest.approx(one, abs=1e-4)
+    assert four == pytest.approx(one, rel=1e-3)
 
 
 def test_a_split_run_with_muon_resumes_as_one_device_s(command):

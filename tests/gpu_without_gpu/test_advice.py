@@ -21,7 +21,7 @@ def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
         raise dist.DistBackendError("NCCL error in: here, invalid usage")
 
     monkeypatch.setattr(dist, "init_process_group", connect)
-    monkeypatch.setattr(ranks, "choose_interfaces", lambda _: None)
+    monkeypatch.setattr(ranks, "choose_interfaces", lambda *_: None)
     monkeypatch.setattr(ranks, "meet", lambda *_: None)
     here = ranks.Ranks(rank=5, local_rank=1, world_size=8, local_world_size=4)
     config = Config(max_steps=1, trainer={"accelerator": "cuda"})

@@ -11,6 +11,8 @@ from lightning import Callback
 from torch.futures import Future
 
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.training.building import build_trainer
 
 pytestmark = pytest.mark.usefixtures("eight")
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
@@ -67,3 +69,31 @@ def test_ddp_broadcasts_buffers_only_if_they_are_state(new_run, monkeypatch, sta
         run.module.statistics.requires_grad_(False)
     run.fit(sent, strategy=strategies.ddp(**SETTINGS), devices=8)
     assert bool(sum(count for batch, count in sent.buffers.items() if batch >= 0)) is state
+
+
+class Mode(Callback):
+    """Records whether validation is in inference mode, and whether it computes gradients."""
+
+    def on_validation_batch_start(self, *_):
+        self.modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The '.*_dataloader' does not have")
+def test_validation_has_no_other_mode_than_over_gloo(new_run):
+    node = {"_target_": "lightning.pytorch.Trainer", "accelerator": "cpu"}
+    strategy = {"_target_": f"{strategies.__name__}.ddp", **SETTINGS}
+    run, mode = new_run(max_steps=STEPS, trainer=node, strategy=strategy), Mode()
+    assert dist.get_backend() == "fake"  # to Lightning, the same as NCCL
+    trainer = build_trainer(
+        run.config,
+        Ranks.from_environment(),
+        run.batch,
+        first=[],
+        last=[mode],
+        loggers=[],
+        plugins=[],
+        max_steps=STEPS,
+        enable_checkpointing=False,
+    )
+    trainer.validate(run.module, run.data, verbose=False)
+    assert mode.modes == (False, False)

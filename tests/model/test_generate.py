@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.sampling import draw_tokens
 
 VOCAB = 50
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -87,6 +88,36 @@ def test_a_small_model_generates_on_one_thread(model: GPT, monkeypatch, few, thr
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draw_is_that_of_multinomial_with_the_same_seed(dtype: torch.dtype) -> None:
+    logits = torch.randn(16, 5_000, dtype=dtype, generator=seeded(0)) * 3
+    logits = logits.masked_fill(logits < 0, -torch.inf)  # as for `top_k`
+    for seed in range(40):
+        theirs = torch.multinomial(logits.softmax(-1), 1, generator=seeded(seed))
+        assert torch.equal(draw_tokens(logits.softmax(-1), seeded(seed)), theirs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_host_of_a_gpu_waits_once_for_all_tokens(model: GPT, temperature: float) -> None:
+    with torch.profiler.profile() as profile:
+        model.generate(PROMPT, 20, temperature, top_k=9)
+    waits = [event for event in profile.events() if event.name == "aten::_local_scalar_dense"]
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_raise(model: GPT, value: float, temperature: float) -> None:
+    model.head.data[0] = value
+    with pytest.raises(RunError, match="infinite or not numbers"):
+        model.generate(PROMPT, 3, temperature)
+
+
+def test_a_very_low_temperature_picks_the_likeliest_token(model: GPT) -> None:
+    cold = model.generate(PROMPT, 9, temperature=1e-300)
+    assert torch.equal(cold, model.generate(PROMPT, 9, temperature=0))
 
 
 @pytest.mark.parametrize(

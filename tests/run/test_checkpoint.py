@@ -17,15 +17,14 @@ from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
-    fault_of,
     find_checkpoint,
     newest_valid,
     read_checkpoint,
     remove_leftovers,
     step_of,
-    sum_path,
 )
-from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME
+from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, SavedShards, joined
+from lockstep_gpt.run.checkpoint_sums import fault_of, sum_path
 from lockstep_gpt.run.trained_model import load_model
 
 CONFIG = {"max_steps": 10}
@@ -244,6 +243,18 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
     assert fault_of(path) == f"has a {part.name} that does not match its SHA-256"
     AtomicCheckpointIO().remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_rows_of_a_tensor_in_parts_are_those_of_the_whole(first):
+    whole = torch.arange(12.0).reshape(6, 2)
+    saved = SavedShards((whole[:0], whole[:1], whole[1:4], whole[4:]))
+    assert saved.shape == whole.shape
+    assert torch.equal(joined({"w": [saved]})["w"][0], whole)
+    for last in range(9):
+        assert torch.equal(saved[first:last], whole[first:last]), last
+    within_a_part = saved[4:6]
+    assert within_a_part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path):

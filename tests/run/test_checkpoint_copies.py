@@ -38,7 +38,7 @@ def test_every_save_is_copied_and_a_lost_run_is_restored_from_copies(tmp_path, p
     io.remove_checkpoint(checkpoint_path(tmp_path / "here", 2))
     expected = [f"step=00000{step}.ckpt{end}" for step in (1, 3) for end in ("", ".sha256")]
     assert copies(url) == expected
-    newest = fetch_newest(url, tmp_path / "anew")
+    newest = fetch_newest(url, tmp_path / "anew").path
     assert newest == tmp_path / "anew/step=000003.ckpt"
     assert read_checkpoint(newest)["step"] == 3
 
@@ -49,7 +49,7 @@ def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
         io.save_checkpoint(content(step=step), checkpoint_path(tmp_path / "here", step))
     damaged = tmp_path / "far/step=000002.ckpt"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert fetch_newest(str(tmp_path / "far"), tmp_path / "anew").name == "step=000001.ckpt"
+    assert fetch_newest(str(tmp_path / "far"), tmp_path / "anew").path.name == "step=000001.ckpt"
     assert "step=000002.ckpt: it does not match its SHA-256" in caplog.text
     assert fetch_newest(str(tmp_path / "nothing"), tmp_path / "anew") is None
 
@@ -105,7 +105,7 @@ def test_a_run_that_lost_its_disk_resumes_from_its_own_copies(tmp_path):
     saved(checkpoint_io(first, config), first, 5)
     anew, config = run_in(tmp_path / "there", "runs/0", far, resume="auto")
     disk = checkpoint_io(anew, config)
-    assert fetch(anew, config) == checkpoint_path(anew.checkpoints, 5)
+    assert fetch(anew, config).path == checkpoint_path(anew.checkpoints, 5)
     saved(disk, anew, 7)
     expected = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
     assert copies(str(far / "runs/0")) == expected
@@ -133,7 +133,7 @@ def test_copies_of_an_earlier_version_are_found_only_by_their_run(tmp_path, capl
     assert fetch(other, config) is None
     assert "is a copy of run_dir=runs/one/0, not of runs/two/0; set another" in caplog.text
     directory, config = run_in(tmp_path / "there", "runs/one/0", far, resume="auto")
-    assert fetch(directory, config) == checkpoint_path(directory.checkpoints, 5)
+    assert fetch(directory, config).path == checkpoint_path(directory.checkpoints, 5)
 
 
 def test_a_failed_copy_is_reported_and_does_not_end_the_run(tmp_path, caplog, monkeypatch):

@@ -5,10 +5,8 @@ import torch
 
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint import (
-    checkpoints_in,
-    fault_of,
-)
+from lockstep_gpt.run.checkpoint import checkpoints_in
+from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
 
 

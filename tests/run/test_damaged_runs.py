@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint import checkpoint_path, sum_path
+from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep_gpt.run.checkpoint_sums import sum_path
 from lockstep_gpt.run.directory import RunDirectory
 
 RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")

@@ -19,6 +19,16 @@ class Unused(lightning.Callback):
     def setup(self, trainer, module, stage):
         module.model.spare = torch.nn.Linear(3, 3)
 
+class UnusedLater(Unused):
+    def on_train_start(self, trainer, module):
+        model = module.model
+        add = lambda _model, _inputs, loss: loss + sum(model.spare(torch.ones(3)))
+        self.hook = model.register_forward_hook(add)
+
+    def on_train_batch_start(self, trainer, module, *_):
+        if trainer.global_step == 2:
+            self.hook.remove()
+
 class Differ(lightning.Callback):
     def setup(self, trainer, module, stage):
         module.model.spare = torch.nn.Linear(3, 3 + trainer.global_rank)
@@ -88,6 +98,11 @@ def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
     [
         (
             "Unused",
+            "do not affect the loss",
+            r"\(spare\.weight, spare\.bias\), or set strategy\.find",
+        ),
+        (
+            "UnusedLater",
             "do not affect the loss",
             r"\(spare\.weight, spare\.bias\), or set strategy\.find",
         ),

@@ -284,6 +284,59 @@ def test_an_unknown_set_of_versions_is_rejected_in_one_line(project):
     assert (status, err) == (2, "dev.py: --versions=latest is not one of oldest, pinned, newest\n")
 
 
+def active(root: Path) -> dict[str, str]:
+    """Return the variables of a Python that can run the tests of a planted project."""
+    (root / "src/lockstep_gpt/__init__.py").touch()
+    return {"PYTHONPATH": str(root / "src")}
+
+
+def test_without_an_environment_tests_run_with_the_active_python(tmp_path):
+    root = plant(tmp_path / "project")
+    status, out, err = dev(root, "test", "-m", "gpu", **active(root))
+    assert (status, out) == (0, "pytest --durations=10 -m gpu\n")
+    assert f"dev.py: active versions: Python {platform.python_version()}\n" in err
+    assert not (root / ".venv").exists()
+    status, out, _ = dev(root, "test", **active(root))
+    assert (status, out) == (0, "pytest -n auto --durations=10\n")
+
+
+@pytest.mark.parametrize("why", ["another checkout", "no plugin of pytest", "--versions"])
+def test_the_active_python_is_not_used(tmp_path, quick_venv, why):
+    root = plant(tmp_path / "project")
+    other = plant(tmp_path / "other")
+    environment = active(other if why == "another checkout" else root)
+    words = ["--versions", "pinned"] if why == "--versions" else []
+    if why == "no plugin of pytest":  # `None` in sys.modules: it cannot be found
+        absent = "import sys\nsys.modules['xdist'] = None\n"
+        (root / "src/sitecustomize.py").write_text(absent)
+    path = ":".join([environment["PYTHONPATH"], *quick_venv.values()])
+    assert dev(root, "test", "-m", "gpu", *words, PYTHONPATH=path)[0] == 0
+    assert installed(root) == ["+dev"]
+
+
+def has_networks() -> bool:
+    """Return whether this user can make a network namespace."""
+    unshare = shutil.which("unshare")
+    return bool(unshare) and subprocess.call([unshare, "-n", "true"], stderr=-3) == 0
+
+
+@pytest.mark.skipif(not has_networks(), reason="this user cannot make a network namespace")
+@pytest.mark.parametrize("has_environment", [False, True], ids=["active Python", ".venv"])
+def test_tests_for_gpus_run_without_a_network(project, tmp_path, has_environment):
+    root, environment = project, {}
+    if has_environment:
+        assert dev(root, "test", "-k", "one")[0] == 0  # installs what tests need
+    else:
+        root = plant(tmp_path / "project")
+        environment = active(root)
+    words = ["unshare", "-n", sys.executable, "scripts/dev.py", "test", "-m", "gpu"]
+    done = subprocess.run(
+        words, cwd=root, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "pytest --durations=10 -m gpu")
+    assert "setting up" not in done.stderr
+
+
 @pytest.mark.parametrize("options", [["-n", "3"], ["-n0"], ["--pdb"]])
 def test_test_leaves_the_number_of_processes_to_who_chose_it(project, options):
     _, out, _ = dev(project, "test", *options)

@@ -138,6 +138,7 @@ def test_generated_files_are_git_s_without_the_template_s(chosen, baked, templat
 def test_without_extras_the_root_has_no_other_files(baked, tree):
     folders = (
         "configs/",
+        "scripts/first_hour/",
         "scripts/kubernetes/",
         "scripts/ladder/",
         "scripts/slurm/",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import advice
 from lockstep_gpt.training.advice import (
@@ -54,6 +55,28 @@ def test_the_receipt_names_the_kernel_of_attention(accelerator, tokens, kernel):
     model = ModelConfig(block_size=tokens, n_layer=1, n_head=4, n_embd=128)
     config = Config(max_steps=1, model=model, trainer={"accelerator": accelerator})
     assert attention(config) == kernel
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "modern"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("tokens", "dropout", "kernels"),
+    [(64, 0.0, []), (64, 0.1, []), (256, 0.0, ["flash"]), (256, 0.1, ["math"])],
+)
+def test_the_named_kernel_is_the_one_that_runs(
+    architecture, precision, tokens, dropout, kernels, attention_operations
+):
+    shape = {"block_size": tokens, "n_layer": 1, "n_head": 2, "n_embd": 16, "dropout": dropout}
+    model = ModelConfig(architecture=architecture, bias=architecture == "gpt", **shape)
+    config = Config(max_steps=1, precision=precision, model=model, trainer={"accelerator": "cpu"})
+    gpt = build_gpt(model, 50)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"),
+        attention_operations() as ran,
+    ):
+        gpt.features(torch.zeros(2, tokens, dtype=torch.long))
+    assert ran == kernels
+    assert attention(config) == (kernels or ["plain matrix products"])[0]
 
 
 def test_every_run_names_the_kernel_and_warns_of_repeated_data(command):

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelSummary
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.training import receipt
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.ending import summary_of_callbacks
 from lockstep_gpt.training.optim_settings import OptimConfig
@@ -35,6 +36,29 @@ def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim)
     )
     batch = plan_batch(config.batch, 64, devices, nodes)
     return receipt_lines(config, batch, plan_schedule(config, batch), epochs, FACTS, DETAILS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accumulation", "copies"),
+    [
+        ({}, 2, False),
+        ({"find_unused_parameters": True}, 1, False),
+        ({"find_unused_parameters": True}, 2, True),
+        ({"gradient_as_bucket_view": False}, 1, True),
+    ],
+)
+def test_the_receipt_counts_buckets_that_are_a_second_copy(
+    monkeypatch, changes, accumulation, copies
+):
+    monkeypatch.setattr(receipt, "backend_here", lambda: "gloo")
+    shape = ModelConfig(block_size=64, n_layer=1, n_head=1, n_embd=8)
+    config = Config(max_steps=1, model=shape, trainer={"accelerator": "cpu"}, strategy=changes)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(), world_size=2, accumulate_grad_batches=accumulation
+    )
+    model = SimpleNamespace(num_parameters=1, vocab_size=1)
+    line = receipt.facts(config, model, None, trainer, "oneDNN")["strategy"]
+    assert line.endswith(", plus memory for its buckets: 1 more gradient of all weights") == copies
 
 
 def test_a_count_of_one_is_singular():

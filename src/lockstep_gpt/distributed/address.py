@@ -26,7 +26,7 @@ def own_address(endpoint: str) -> tuple[str, str]:
             f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give a HOST:PORT of "
             "machine 0 that this machine can resolve"
         ) from None
-    if address.startswith("127."):
+    if is_loopback(address):
         raise UserError(
             f"launch.rdzv_endpoint={endpoint} is a loopback address, which other machines "
             "can't reach; give machine 0's network address"
@@ -39,6 +39,11 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an IPv4 `address` means this machine on every machine."""
+    return address.startswith("127.")
 
 
 def interface_of(address: str) -> str:

@@ -32,27 +32,66 @@ class CompressedDDP(DDPStrategy):
         register_communication_hook(self)
 
 
+def can_keep_gradients(strategy: strategies.Strategy) -> bool:
+    """Return whether gradients may stay in DDP's buckets from step to step, as zeros in between.
+
+    A parameter that some steps don't use then has a gradient of zero in them, and its moments would
+    change it: with `find_unused_parameters`, the optimizer must find none instead.
+    """
+    ddp = strategy.model
+    if not isinstance(ddp, nn.parallel.DistributedDataParallel):
+        return False
+    return ddp.gradient_as_bucket_view and not ddp.find_unused_parameters
+
+
 def arrange_buckets(
-    strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
+    strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor], keep: bool
+) -> bool:
     """Make DDP arrange its buckets now instead of after the first step.
 
     DDP does so once, in the order in which gradients arrived. This decides the order of reduction
     over three or more ranks: a restarted run would sum in another order.
 
+    It also decides where the first step finds its gradients. DDP multiplies one that it copies into
+    a bucket by 1 / ranks, and divides one that is already there by their number. These round
+    differently unless the number is a power of two, so all steps must do the same.
+
+    And with `static_graph`, torch fails if the first backward of all is one without an all-reduce.
+
     Args:
         strategy: of the Trainer; one that isn't DDP has no buckets.
-        model: its gradients and buffers, such as BatchNorm's statistics, are as before afterward.
+        model: its buffers, such as BatchNorm's statistics, are as before afterward.
         batch: tokens and targets, each (B, T); their values don't matter.
+        keep: whether to leave zeros in the buckets as gradients, instead of none.
+
+    Returns:
+        Whether gradients are in the buckets: no, if the model left a parameter unused.
     """
     if not isinstance(strategy, strategies.DDPStrategy):
-        return
+        return False
     buffers = [buffer.clone() for buffer in model.buffers()]
-    loss: Any = strategy.training_step(batch, 0)
-    loss.backward()
-    model.zero_grad()
+    gradients = _gradients_of(strategy, model, batch)
+    is_kept = keep and None not in gradients
+    if is_kept:
+        # DDP allocates its final buckets in this forward: without gradients, only once.
+        gradients = _gradients_of(strategy, model, batch)
+        for gradient in gradients:
+            gradient.zero_()
+    else:
+        model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
+    return is_kept
+
+
+def _gradients_of(
+    strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> list[Any]:
+    """Run forward and backward; return the gradient, or None, of each trained parameter."""
+    model.zero_grad()
+    loss: Any = strategy.training_step(batch, 0)
+    loss.backward()
+    return [weight.grad for weight in model.parameters() if weight.requires_grad]
 
 
 def build_ddp(

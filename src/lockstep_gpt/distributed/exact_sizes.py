@@ -48,6 +48,18 @@ def gradient_copies(batch: BatchConfig, accumulation: int) -> int:
     return accumulation.bit_length() - 1
 
 
+def has_bucket_copies(strategy: dict[str, Any], accumulation: int) -> bool:
+    """Return whether DDP's buckets are a second copy of a rank's gradients.
+
+    Args:
+        strategy: the settings of configs/strategy/ddp.yaml.
+        accumulation: micro-batches of a rank in one step.
+    """
+    if not strategy.get("gradient_as_bucket_view", True):
+        return True
+    return accumulation > 1 and bool(strategy.get("find_unused_parameters", False))
+
+
 def sums_line(config: Config, global_size: int, micro_size: int, accumulation: int) -> str:
     """Return the receipt's line: what is equal on other numbers of devices, and its cost."""
     import torch

@@ -233,8 +233,12 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a whole checkpoint into host memory, on every rank."""
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        """Open a checkpoint on every rank, which then reads only its own shards."""
+        reader: Any = self.checkpoint_io
+        checkpoint: dict[str, Any] = reader.load_checkpoint(
+            checkpoint_path, weights_only=weights_only, whole=False
+        )
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's shard of every saved weight."""
@@ -283,8 +287,9 @@ class ShardedStrategy(ModelParallelStrategy):
     def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
         """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
         part = self._part_of(name)
-        if part is not None and getattr(value, "ndim", False):
-            value = part.of(value)
+        shape: Any = getattr(value, "shape", None)  # of a step count: empty
+        if part is not None and shape:
+            value = part.of(value[:])  # also of slices in several files
         return share_of(value, place)
 
     def _part_of(self, name: str) -> TensorPart | None:

@@ -17,6 +17,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import (
     address_towards,
     interface_of,
+    is_loopback,
     loopback_interface,
 )
 from lockstep_gpt.distributed.store import meet
@@ -91,16 +92,24 @@ def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
-    choose_interfaces(ranks)
-    backend = backend_of(config)
+    has_gpu = config.trainer["accelerator"] == "cuda"
+    seconds = config.strategy.get("timeout_seconds", 1800)
+    connect(ranks, backend_of(config), has_gpu, seconds, store)
+
+
+def connect(
+    ranks: Ranks, backend: str, has_gpu: bool, seconds: float, store: Store | None = None
+) -> None:
+    """Connect to the other ranks; `seconds` is the longest wait for them, also later."""
+    store = store or meet(ranks.rank, ranks.world_size, seconds)
+    choose_interfaces(ranks, store)
     device = None
-    if config.trainer["accelerator"] == "cuda":  # else it would also use memory of the first GPU
+    if has_gpu:  # else it would also use memory of the first GPU
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
-    seconds = config.strategy.get("timeout_seconds", 1800)
     dist.init_process_group(
         backend,
-        store=store or meet(ranks.rank, ranks.world_size, seconds),
+        store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timedelta(seconds=seconds),
@@ -108,29 +117,57 @@ def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
     )
 
 
-def choose_interfaces(ranks: Ranks) -> None:
-    """Choose the network interface towards rank 0; gloo would guess one from the host name.
+def choose_interfaces(ranks: Ranks, store: Store) -> None:
+    """Choose the network interface towards the other ranks; gloo would guess one from a name.
 
     gloo also carries the vote to stop when gradients travel over NCCL. NCCL uses several interfaces
     to other machines, but needs to be told on a machine without any. What the user has set stays.
     """
-    interface = ""
-    with contextlib.suppress(OSError):  # an IPv6 address, for example
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        interface = interface_of(address_towards(host, port))
+    interface = interface_of(_address_towards_others(ranks, store))
     if not interface and ranks.num_nodes == 1:
         interface = loopback_interface()
     if interface not in {name for _, name in socket.if_nameindex()}:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ranks.num_nodes == 1:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it would be a prefix
+
+
+def _address_towards_others(ranks: Ranks, store: Store) -> str:
+    """Return the address at which ranks of other nodes reach this one; empty if it is not IPv4.
+
+    The node of rank 0 may know its own name as a loopback address, as Debian does (127.0.1.1).
+    It then asks the route towards a rank of another node.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = _address_towards(host, port)
+    if ranks.num_nodes == 1:
+        return address
+    store.set(f"address of rank {ranks.rank}", address)
+    if address and not is_loopback(address):
+        return address
+    for other in range(ranks.world_size):
+        theirs = store.get(f"address of rank {other}").decode()
+        if theirs and not is_loopback(theirs):
+            return _address_towards(theirs, port)
+    return address  # all nodes are simulated on one machine
+
+
+def _address_towards(host: str, port: int) -> str:
+    with contextlib.suppress(OSError):  # an IPv6 address, for example
+        return address_towards(host, port)
+    return ""
 
 
 def leave() -> None:
     """Disconnect cleanly, after a successful run."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_rank_zero() -> bool:
+    """Return whether this is rank 0 of the ranks that have joined, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def from_rank_zero(value: Any) -> Any:

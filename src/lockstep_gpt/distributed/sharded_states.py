@@ -5,11 +5,12 @@ A state is nested dicts and lists of tensors and plain values. A shard is a `DTe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 
 def gathered(states: Any, join: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
@@ -33,12 +34,22 @@ def gathered(states: Any, join: Callable[[Tensor], Tensor] = lambda part: part) 
 def share_of(value: Any, place: Tensor) -> Any:
     """Return this rank's shard of `value`, which all ranks have, sharded in the way of `place`.
 
-    Values whose shape is not `place`'s, such as a step count, stay as they are.
+    On the device of `value`, the shard is a view. Values whose shape is not `place`'s, such as a
+    step count, stay as they are.
+
+    Args:
+        value: a tensor, or one whose slices along the first dimension are in several files.
+        place: a parameter, which FSDP2 shards along the first dimension.
     """
     if not isinstance(place, DTensor) or getattr(value, "shape", None) != place.shape:
         return value
-    # Without a source rank nothing is sent: each rank cuts its shard from its own copy.
-    return distribute_tensor(value, place.device_mesh, place.placements, src_data_rank=None)
+    mesh = place.device_mesh
+    rows = math.ceil(len(place) / mesh.size())
+    first = mesh.get_local_rank() * rows
+    shard = value[first : first + rows].to(place.device)
+    return DTensor.from_local(
+        shard, mesh, place.placements, shape=place.shape, stride=place.stride()
+    )
 
 
 def shares_in(states: Any) -> dict[Any, Any]:

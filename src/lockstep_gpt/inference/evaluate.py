@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from lockstep_gpt.data.datamodule import TokenDataModule
     from lockstep_gpt.data.windows import Batch
     from lockstep_gpt.model.gpt import GPT
+
+LONGEST_WAIT = 1800.0  # seconds for the other ranks
 
 
 def main(arguments: list[str]) -> int:
@@ -75,16 +76,13 @@ def _join_ranks() -> torch.device:
     """Join the other ranks, if torchrun started this one; return this rank's device."""
     import torch
 
-    has_peers = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not torch.cuda.is_available():
-        if has_peers:
-            torch.distributed.init_process_group("gloo")
-        return torch.device("cpu")
-    if not has_peers:
-        return torch.device("cuda")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
-    return torch.device("cuda", torch.cuda.current_device())
+    from lockstep_gpt.distributed.ranks import Ranks, connect
+
+    ranks = Ranks.from_environment()
+    has_gpu = torch.cuda.is_available()
+    if ranks.world_size > 1:
+        connect(ranks, "nccl" if has_gpu else "gloo", has_gpu, LONGEST_WAIT)
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
 def rank_and_world_size() -> tuple[int, int]:

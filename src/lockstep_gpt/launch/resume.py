@@ -41,7 +41,8 @@ from lockstep_gpt.launch.resumed_choices import (
     typed_choices,
 )
 from lockstep_gpt.run import directory as runs
-from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import as_typed, check, counted
 from lockstep_gpt.training import schedule

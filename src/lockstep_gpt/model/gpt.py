@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE, ModelConfig
-from lockstep_gpt.model.sampling import check_sampling, sample_tokens
+from lockstep_gpt.model.sampling import BROKEN, check_sampling, sample_tokens
 from lockstep_gpt.settings import check
 
 FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other
@@ -123,7 +123,7 @@ class GPT(nn.Module):
         The model reads the last `block_size` tokens. `temperature` divides the logits; 0 picks the
         most likely token. `top_k` samples from the k most likely tokens, None from all. `generator`
         must be on the model's device. Raises a `UserError` if T is 0, `temperature` is negative or
-        not finite, or `top_k` is below 1.
+        not finite, or `top_k` is below 1, and a `RunError` if logits are infinite or not numbers.
         """
         check_sampling(tokens, temperature, top_k)
         was_training = self.training
@@ -132,13 +132,17 @@ class GPT(nn.Module):
             torch.set_num_threads(1)
         self.eval()
         tokens = tokens.long()
+        finite = torch.ones((), dtype=torch.bool, device=tokens.device)
         for _ in range(length):  # not `self(...)`, which would be recompiled for each T
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
             logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
+            finite &= logits.isfinite().all()
             chosen = sample_tokens(logits.float(), temperature, top_k, generator)
             tokens = torch.cat([tokens, chosen], dim=1)
         torch.set_num_threads(threads)
         self.train(was_training)
+        if not finite:  # asked once: the host of a GPU waits for the answer
+            raise RunError(BROKEN)
         return tokens
 
     @property

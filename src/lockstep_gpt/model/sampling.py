@@ -8,6 +8,9 @@ from torch import Tensor
 
 from lockstep_gpt.errors import UserError
 
+COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
+BROKEN = "the model's logits are infinite or not numbers; use another checkpoint"
+
 
 def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
     """Raise a `UserError` for arguments that `generate` cannot use."""
@@ -23,9 +26,20 @@ def sample_tokens(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
     """Sample one token, (B, 1), from each row of `logits`, (B, V)."""
-    if temperature == 0:
+    if temperature < COLD:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < weakest, -math.inf)
-    return torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+    return draw_tokens(F.softmax(logits / temperature, dim=-1), generator)
+
+
+def draw_tokens(likely: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw one token, (B, 1), by the probabilities of each row of `likely`, (B, V).
+
+    The token whose probability is highest after division by an exponential random number is a
+    sample (Yellott 1977). `torch.multinomial` draws the same token, but also checks its arguments,
+    for which a GPU's host must wait twice.
+    """
+    times = torch.empty_like(likely).exponential_(generator=generator)
+    return (likely / times).argmax(dim=-1, keepdim=True)

@@ -12,7 +12,6 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 - from `ShardedStrategy`: `parts`, their names; the file then has None for the shards in them.
 """
 
-import hashlib
 import logging
 import re
 import shutil
@@ -26,10 +25,18 @@ from lockstep_gpt.run.checkpoint_content import (
     NEEDED,
     NEEDED_TO_RESUME,
     CheckpointError,
-    join_parts,
+    add_parts,
+    joined,
     load_content,
 )
 from lockstep_gpt.run.checkpoint_downloads import download
+from lockstep_gpt.run.checkpoint_sums import (
+    VerifiedCheckpoint,
+    files_of,
+    sha256_of,
+    sum_path,
+    verify,
+)
 from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
@@ -47,37 +54,6 @@ def step_of(path: Path) -> int:
     name = NAME.fullmatch(path.name)
     assert name, path
     return int(name[1])
-
-
-def sum_path(path: Path) -> Path:
-    """Return the file with the SHA-256 of a checkpoint."""
-    return path.with_name(path.name + ".sha256")
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return a checkpoint's files: its checksum file, the others named there, and itself."""
-    others = (path.with_name(name) for name in _sums(path) if name != path.name)
-    return [sum_path(path), *others, path]
-
-
-def _sums(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of a checkpoint's files; empty without a valid checksum file.
-
-    Raises:
-        PermissionError: there is one, which can't be read.
-    """
-    try:
-        lines = sum_path(path).read_text(encoding="ascii").splitlines()
-        sums = {name: digest for digest, name in map(str.split, lines)}
-    except PermissionError:
-        raise
-    except (OSError, ValueError):
-        return {}
-    # A checksum file can't cause files of other names to be read or deleted.
-    allowed = re.compile(rf"{re.escape(path.stem)}\.[\w.-]+")
-    if not all(map(allowed.fullmatch, sums)):
-        return {}
-    return sums
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -125,7 +101,7 @@ def write_checkpoint(
         with replacing(path) as file:
             torch.save(content, file)
             file.flush()
-            digest = _sha256(Path(file.name))
+            digest = sha256_of(Path(file.name))
             if checksum_file:
                 sums = {path.name: digest, **(others or {})}
                 # `sha256sum --check` reads this format.
@@ -165,7 +141,11 @@ def remove_checkpoint(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it is intact."""
-    folder = path.with_name("damaged" if _any_fault_of(path, NEEDED_TO_RESUME) else "replaced")
+    try:
+        verify_content(path, NEEDED_TO_RESUME)
+        folder = path.with_name("replaced")
+    except CheckpointError:
+        folder = path.with_name("damaged")
     folder.mkdir(exist_ok=True)
     for file in filter(Path.exists, files_of(path)):
         file.replace(folder / file.name)
@@ -181,57 +161,19 @@ def remove_leftovers(folder: Path) -> None:
             part.unlink()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fault_of(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if it matches its SHA-256.
+def verify_content(path: Path, needed: Collection[str]) -> VerifiedCheckpoint:
+    """Compare a checkpoint's files with their SHA-256, then their content with what is needed.
 
     Raises:
-        UserError: it can't be read, but may be intact.
+        CheckpointError: what is wrong.
+        UserError: a file can't be read, but may be intact.
     """
-    try:
-        return _fault_of_files(path)
-    except PermissionError as error:
-        raise UserError(
-            f"{error.filename} cannot be read: {error.strerror}; make it readable"
-        ) from None
-    except OSError as error:  # a failing disk
-        return f"cannot be read: {error.strerror}"
+    checkpoint = verify(path)
+    load_content(path, needed)
+    return checkpoint
 
 
-def _fault_of_files(path: Path) -> str | None:
-    if path.is_dir():
-        return "is a folder"
-    if not path.is_file():
-        return "is missing"
-    sums = _sums(path)
-    if path.name not in sums:
-        return "has no SHA-256 file next to it"
-    for name, digest in sums.items():
-        part = path.with_name(name)
-        if not part.is_file():
-            return f"lacks {name}"
-        if _sha256(part) != digest:
-            fault = "does not match its SHA-256"
-            return fault if part == path else f"has a {name} that {fault}"
-    return None
-
-
-def _any_fault_of(path: Path, needed: Collection[str]) -> str | None:
-    """Return what is wrong with a checkpoint's files, or else with its content; None: nothing."""
-    fault = fault_of(path)
-    if fault is None:
-        try:
-            load_content(path, needed, with_numbers=False)
-        except CheckpointError as error:
-            return str(error)
-    return fault
-
-
-def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
+def newest_verified(folder: Path, needed: Collection[str] = NEEDED) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint in `folder`; log each one that it skips.
 
     Args:
@@ -239,35 +181,97 @@ def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
         needed: the keys that the checkpoint must have.
     """
     for path in reversed(checkpoints_in(folder)):
-        fault = _any_fault_of(path, needed)
-        if fault is None:
-            return path
-        logger.warning("skipped %s: it %s", path, fault)
+        try:
+            return verify_content(path, needed)
+        except CheckpointError as fault:
+            logger.warning("skipped %s: it %s", path, fault)
     return None
+
+
+def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
+    """Return the path of the newest intact checkpoint in `folder`, as `newest_verified` does."""
+    newest = newest_verified(folder, needed)
+    if newest is None:
+        return None
+    return newest.path
 
 
 def read_checkpoint(
     path: Path, map_location: Any = "cpu", needs_sum: bool = True
 ) -> dict[str, Any]:
-    """Load plain containers and tensors, never code, or raise a `UserError`."""
-    fault = None
+    """Load plain containers and tensors, never code, or raise a `UserError`.
+
+    Tensors are views of the file in memory, whose pages all processes of a machine share: copy
+    those that you keep.
+    """
     if needs_sum or sum_path(path).exists() or not path.is_file():
-        fault = fault_of(path)
+        return read_verified(verify_named(path), map_location)
     try:
-        if fault is not None:
-            raise CheckpointError(fault)
-        content = load_content(path, NEEDED, map_location)
+        return _read(path, map_location, whole=True)
     except CheckpointError as error:
-        raise UserError(
-            f"checkpoint {path} {error}; use another one from the same folder"
-        ) from None
-    if "parts" in content:
-        join_parts(content, path)
+        raise _refusal(path, error) from None
+
+
+def verify_named(path: Path) -> VerifiedCheckpoint:
+    """Compare a checkpoint that the user names with its SHA-256, or raise a `UserError`."""
+    try:
+        return verify(path)
+    except CheckpointError as error:
+        raise _refusal(path, error) from None
+
+
+def read_verified(
+    checkpoint: VerifiedCheckpoint, map_location: Any = "cpu", whole: bool = True
+) -> dict[str, Any]:
+    """Load a verified checkpoint as `read_checkpoint` does, without reading it all again.
+
+    Args:
+        checkpoint: what `verify` has returned, in this process or in another one.
+        map_location: where its tensors go.
+        whole: join the shards of a checkpoint in parts, which takes memory for all of it.
+
+    Raises:
+        UserError: one of its files has changed since, or has other content than a checkpoint.
+    """
+    checkpoint.refuse_change()
+    try:
+        content = _read(checkpoint.path, map_location, whole)
+    except CheckpointError as error:
+        raise _refusal(checkpoint.path, error) from None
+    checkpoint.refuse_change()  # until the file was opened; what is open stays, also if deleted
     return content
+
+
+def _read(path: Path, map_location: Any, whole: bool) -> dict[str, Any]:
+    content = load_content(path, NEEDED, map_location)
+    if "parts" in content:
+        add_parts(content, path)
+        if whole:
+            content = joined(content)
+    return content
+
+
+def _refusal(path: Path, fault: CheckpointError) -> UserError:
+    return UserError(f"checkpoint {path} {fault}; use another one from the same folder")
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """Return the checkpoint at `path`, a run's newest, or one downloaded to `folder`."""
+    path = _local(path, folder)
+    if path.is_file():
+        return path
+    return _newest_of(path).path
+
+
+def find_verified(path: Path, folder: Path | None = None) -> VerifiedCheckpoint:
+    """Find a checkpoint as `find_checkpoint` does, and verify it, or raise a `UserError`."""
+    path = _local(path, folder)
+    if path.is_file():
+        return verify_named(path)
+    return _newest_of(path)
+
+
+def _local(path: Path, folder: Path | None) -> Path:
     path = download(path, folder) or path
     with readable(path):
         is_there = path.exists()
@@ -276,16 +280,18 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
             f"{path} does not exist; give a run directory, a checkpoint in one, or "
             "wandb://ENTITY/PROJECT/NAME:ALIAS"
         )
-    if path.is_file():
-        return path
-    newest = newest_valid(path / "checkpoints")
+    return path
+
+
+def _newest_of(run: Path) -> VerifiedCheckpoint:
+    folder = run / "checkpoints"
+    newest = newest_verified(folder)
     if newest is None:
-        folder = path / "checkpoints"
         if checkpoints_in(folder):
             fault = "has only damaged ones"
         else:
             fault = absence_of(folder)
         raise UserError(
-            f"{path} contains no valid checkpoint: {folder} {fault}; give a run that has one"
+            f"{run} contains no valid checkpoint: {folder} {fault}; give a run that has one"
         )
     return newest

@@ -4,6 +4,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,24 @@ class CheckpointError(Exception):
     """What is wrong with a checkpoint, as the end of a sentence about it."""
 
 
-def load_content(
-    path: Path, needed: Collection[str], map_location: Any = "cpu", with_numbers: bool = True
-) -> dict[str, Any]:
+def load_content(path: Path, needed: Collection[str], map_location: Any = "cpu") -> dict[str, Any]:
     """Return the content of a file that matches its SHA-256, or raise a `CheckpointError`.
+
+    The file is mapped: the numbers of tensors are read when they are used, and are in memory once
+    for all processes of a machine.
 
     Args:
         path: the file.
         needed: the keys that it must have.
         map_location: where its tensors go.
-        with_numbers: False: don't read the numbers of tensors before they are used.
     """
     import torch
 
     if path.stat().st_size == 0:
         raise CheckpointError("is empty")
     is_archive = zipfile.is_zipfile(path)  # cut off, it isn't
-    mmap = is_archive and not with_numbers
     try:
-        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"has more than tensors and values: {_first_line(error)}") from None
     except UNREADABLE as error:
@@ -71,25 +71,68 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0].partition(". ")[0]
 
 
-def join_parts(content: dict[str, Any], path: Path) -> None:
-    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`."""
+@dataclass(frozen=True)
+class SavedShards:
+    """A tensor in several files: slices along the first dimension, in the order of the ranks."""
+
+    shards: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        rows = sum(len(shard) for shard in self.shards)
+        return (rows, *self.shards[0].shape[1:])
+
+    def __getitem__(self, rows: slice) -> Any:
+        """Return a slice of rows; if they are in one file, it isn't copied."""
+        import torch
+
+        first, last, _ = rows.indices(self.shape[0])
+        pieces = []
+        start = 0
+        for shard in self.shards:
+            pieces.append(shard[max(first - start, 0) : max(last - start, 0)])
+            start += len(shard)
+        filled = [piece for piece in pieces if len(piece)] or pieces[:1]
+        if len(filled) == 1:
+            return filled[0]
+        return torch.cat(filled)
+
+
+def shards_of(tensor: Any) -> tuple[Any, ...]:
+    """Return the tensors that make up a saved one, which is often whole."""
+    if isinstance(tensor, SavedShards):
+        return tensor.shards
+    return (tensor,)
+
+
+def joined(states: Any) -> Any:
+    """Return nested containers in which each tensor is whole."""
+    if isinstance(states, dict):
+        return {key: joined(state) for key, state in states.items()}
+    if isinstance(states, list):
+        return [joined(state) for state in states]
+    if isinstance(states, SavedShards):
+        return states[:]
+    return states
+
+
+def add_parts(content: dict[str, Any], path: Path) -> None:
+    """Put the shards in the ranks' parts, which are next to the checkpoint `path`, in `content`."""
     import torch
 
     names = content.pop("parts")
     parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
-    _join_shards(content, parts)
+    _add_shards(content, parts)
 
 
-def _join_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
-    """Put into nested containers the tensors whose shards are at the same place in `parts`.
-
-    Shards are slices along the first dimension, in the order of the ranks.
-    """
+def _add_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
+    """Put into nested containers the tensors whose shards are at the same place in `parts`."""
     import torch
 
     for key, first_shard in parts[0].items():
         shards = [part[key] for part in parts]
         if isinstance(first_shard, torch.Tensor):
-            content[key] = torch.cat(shards)
+            content[key] = SavedShards(tuple(shards))
         else:
-            _join_shards(content[key], shards)
+            _add_shards(content[key], shards)

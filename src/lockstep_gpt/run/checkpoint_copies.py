@@ -11,6 +11,8 @@ import fsspec
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint
+from lockstep_gpt.run.checkpoint_content import CheckpointError
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint, files_of, sum_path, verify
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def copy_out(path: Path, url: str) -> None:
     """Copy a checkpoint, its checksum first and itself last, to the folder or fsspec URL `url`."""
     files, folder = fsspec.core.url_to_fs(url)
     files.makedirs(folder, exist_ok=True)
-    for source in checkpoint.files_of(path):
+    for source in files_of(path):
         temporary = f"{folder}/.{source.name}.tmp"
         files.put_file(str(source), temporary)
         files.mv(temporary, f"{folder}/{source.name}")
@@ -85,7 +87,7 @@ def remove_copy(name: str, url: str) -> None:
             files.rm_file(f"{folder}/{file_name}")
 
 
-def fetch(directory: RunDirectory, config: Config) -> Path | None:
+def fetch(directory: RunDirectory, config: Config) -> VerifiedCheckpoint | None:
     """Fetch the newest intact copy for a run that lost its own checkpoints.
 
     Raises:
@@ -97,23 +99,25 @@ def fetch(directory: RunDirectory, config: Config) -> Path | None:
     # An earlier version used the last part of `run_dir` only: the same for every job 0.
     former_url = f"{str(config.checkpoint.copy_to).rstrip('/')}/{directory.path.name}"
     for location in dict.fromkeys((url, former_url)):
-        path = fetch_newest(location, directory.checkpoints)
-        if path is None:
+        copy = fetch_newest(location, directory.checkpoints)
+        if copy is None:
             continue
         try:
-            _refuse_another_run(f"{location}/{path.name}", path, directory, config)
+            _refuse_another_run(f"{location}/{copy.path.name}", copy, directory, config)
         except UserError as error:
-            checkpoint.remove_checkpoint(path)
+            checkpoint.remove_checkpoint(copy.path)
             if location == url:
                 raise
             logger.warning("skipped a copy: %s", error)
         else:
-            return path
+            return copy
     return None
 
 
-def _refuse_another_run(name: str, path: Path, directory: RunDirectory, config: Config) -> None:
-    saved = checkpoint.read_checkpoint(path)["config"]
+def _refuse_another_run(
+    name: str, copy: VerifiedCheckpoint, directory: RunDirectory, config: Config
+) -> None:
+    saved = checkpoint.read_verified(copy)["config"]
     if saved["run_dir"] != config.run_dir:
         raise UserError(
             f"{name} is a copy of run_dir={saved['run_dir']}, not of {config.run_dir}; set "
@@ -123,21 +127,21 @@ def _refuse_another_run(name: str, path: Path, directory: RunDirectory, config: 
         refuse_another_identity(name, saved, directory.values())
 
 
-def fetch_newest(url: str, folder: Path) -> Path | None:
+def fetch_newest(url: str, folder: Path) -> VerifiedCheckpoint | None:
     """Fetch the newest copy in `url` that verifies to `folder`; return None if there is none."""
     files, remote = fsspec.core.url_to_fs(url)
     folder.mkdir(parents=True, exist_ok=True)
     copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
     for path in sorted(copies, key=checkpoint.step_of, reverse=True):
-        sums = checkpoint.sum_path(path)  # first: it names the other files
+        sums = sum_path(path)  # first: it names the other files
         if files.exists(f"{remote}/{sums.name}"):
             files.get_file(f"{remote}/{sums.name}", str(sums))
-        for file in checkpoint.files_of(path)[1:]:
+        for file in files_of(path)[1:]:
             if files.exists(f"{remote}/{file.name}"):
                 files.get_file(f"{remote}/{file.name}", str(file))
-        fault = checkpoint.fault_of(path)
-        if fault is None:
-            return path
-        logger.warning("skipped %s/%s: it %s", url, path.name, fault)
-        checkpoint.remove_checkpoint(path)
+        try:
+            return verify(path)
+        except CheckpointError as fault:
+            logger.warning("skipped %s/%s: it %s", url, path.name, fault)
+            checkpoint.remove_checkpoint(path)
     return None

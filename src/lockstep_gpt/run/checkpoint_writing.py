@@ -17,12 +17,15 @@ from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_io(directory: RunDirectory, config: Config) -> AtomicCheckpointIO:
+def checkpoint_io(
+    directory: RunDirectory, config: Config, hashes: WeightHashes | None = None
+) -> AtomicCheckpointIO:
     """Return what writes a run's checkpoints: now or in the background, once or twice.
 
     Raises:
@@ -31,9 +34,9 @@ def checkpoint_io(directory: RunDirectory, config: Config) -> AtomicCheckpointIO
     background = config.checkpoint.background
     url = checkpoint_copies.copies_of(directory, config)
     if not background and not url:
-        return AtomicCheckpointIO(directory)
+        return AtomicCheckpointIO(directory, hashes)
     claim = partial(checkpoint_copies.claim, directory, config)
-    io = CopyingCheckpointIO(background, url, claim, directory)
+    io = CopyingCheckpointIO(background, url, claim, directory, hashes)
     if url and Ranks.from_environment().rank == 0:
         try:
             io.claim()
@@ -54,6 +57,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         copy_to: folder or fsspec URL that gets a copy of each checkpoint.
         claim: is called before the first copy to mark `copy_to` as this run's, or raises.
         directory: the run, which remembers that it has saved checkpoints; None: there is none.
+        hashes: adds the hash of the weights to each checkpoint; None: checkpoints have none.
     """
 
     def __init__(
@@ -62,8 +66,9 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         copy_to: str | None = None,
         claim: Callable[[], None] | None = None,
         directory: RunDirectory | None = None,
+        hashes: WeightHashes | None = None,
     ) -> None:
-        super().__init__(directory)
+        super().__init__(directory, hashes)
         self.copy_to = copy_to
         self._claim = claim  # None once `copy_to` is this run's
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
@@ -87,7 +92,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self.wait()
         if self._writer is not None:
             checkpoint = self._snapshot(checkpoint)
-        self._run_in_order(self._write, checkpoint, Path(path), storage_options)
+        self._run_in_order(self._save, checkpoint, Path(path), storage_options)
 
     def _run_in_order(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run `action` now, or in the background after all earlier actions."""
@@ -98,7 +103,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
 
     def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         self._succeeded = False
-        super().save_checkpoint(checkpoint, path, others)
+        super()._write(checkpoint, path, others)
         self._succeeded = True
         if self.copy_to:
             fault = f"no copy of {path.name}"

@@ -22,7 +22,8 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.run.checkpoint import checkpoints_in, files_of, newest_valid, step_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
+from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.whole_files import replace_text
 

@@ -75,13 +75,13 @@ def suggest_less_memory(_text: str, scene: Scene) -> str:
     return "; ".join(suggestions) or "a smaller model, or devices with more memory"
 
 
-def parameters_without_gradient(model: nn.Module) -> list[str]:
-    """Return the names of trainable parameters without a gradient; [] if no parameter has one."""
-    grads = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
-    missing = [name for name, grad in grads.items() if grad is None]
-    if len(missing) == len(grads):
+def parameters_without_gradient(text: str, model: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters whose indices DDP's message `text` lists."""
+    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    if not listed:
         return []
-    return missing
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return [trained[int(index)] for index in listed.group(1).split()]
 
 
 def name_unused_parameters(_text: str, scene: Scene) -> str:
@@ -233,9 +233,9 @@ def explain_error(
         text: message of the error.
         config: the run's configuration.
         world_size: total number of ranks.
-        model: the model as the failed step left it.
+        model: the model that failed.
     """
-    unused = parameters_without_gradient(model) if model else []
+    unused = parameters_without_gradient(text, model) if model else []
     return explain(text, Scene(config, world_size, unused))
 
 

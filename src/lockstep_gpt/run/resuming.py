@@ -7,14 +7,23 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero, ranks_unlike_rank_zero
+from lockstep_gpt.distributed.ranks import (
+    Ranks,
+    from_each_rank,
+    from_rank_zero,
+    is_rank_zero,
+    ranks_unlike_rank_zero,
+)
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED_TO_RESUME,
+    joined,
     refuse_broken_weights,
+    shards_of,
 )
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.settings import counted
 
@@ -23,7 +32,9 @@ logger = logging.getLogger(__name__)
 TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before it"
 
 
-def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
+def state_to_resume(
+    directory: RunDirectory, config: Config, module: torch.nn.Module
+) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from: the run's own newest, else the one `resume` names.
 
     None means step 0; with `resume_force`, using its weights that fit. Every rank must call this:
@@ -31,29 +42,62 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     """
     is_first = Ranks.from_environment().rank == 0
     newest = _newest_of_run(directory, config, module) if is_first else None
-    newest = from_rank_zero(newest)
+    newest = verified_on_each_machine(newest)
     if newest is not None and not config.resume_force:
-        _refuse_lost_memory(config, newest)
-        return str(newest)
+        _refuse_lost_memory(config, newest.path)
+        return newest
     if newest is None and config.resume in ("none", "auto"):
         return None
-    source = newest or Path(config.resume)
-    local_path = files.find_checkpoint(source, directory.path / "artifacts") if is_first else None
-    path = from_rank_zero(local_path)
-    content = files.read_checkpoint(path)
+    checkpoint = newest
+    if checkpoint is None:
+        source = Path(config.resume)
+        named = files.find_verified(source, directory.path / "artifacts") if is_first else None
+        checkpoint = verified_on_each_machine(named)
+        assert checkpoint is not None
+    path = checkpoint.path
+    content = files.read_verified(checkpoint, whole=False)
     if not config.resume_force:
         refuse_another_identity(f"resume={path}", content["config"], directory.values())
-        return str(path)
+        return checkpoint
     saved = content["state_dict"]
     current = module.state_dict()
     fitting = fitting_of(saved, current)
     same_algorithm = content["config"]["optim"]["algorithm"] == config.optim.algorithm
     if same_algorithm and len(fitting) == len(saved) == len(current):
-        return str(path)
+        return checkpoint
     refuse_lost_numbers(f"checkpoint {path}", fitting, module)
-    module.load_state_dict(fitting, strict=False)
+    module.load_state_dict(joined(fitting), strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
     return None
+
+
+def verified_on_each_machine(checkpoint: VerifiedCheckpoint | None) -> VerifiedCheckpoint | None:
+    """Return rank 0's checkpoint, as verified by a rank of this machine; every rank must call this.
+
+    So each machine reads it all only once: rank 0 has already done so, and on other machines, the
+    first rank does it now. Every rank then finds the files that one of these has read.
+
+    Raises:
+        UserError: this machine has other files.
+    """
+    first: VerifiedCheckpoint | None = from_rank_zero(checkpoint)
+    if first is None:
+        return None
+    ranks = Ranks.from_environment()
+    verified = None
+    if ranks.rank == 0:
+        verified = first
+    elif ranks.local_rank == 0:
+        verified = files.verify_named(first.path)
+        if verified.sums != first.sums:
+            raise UserError(
+                f"checkpoint {first.path} of rank {ranks.rank} is not rank 0's; name a folder "
+                "that all nodes share"
+            )
+    candidates: list[VerifiedCheckpoint] = [*filter(None, from_each_rank(verified))]
+    seen_here = next((found for found in candidates if found.is_unchanged()), first)
+    seen_here.refuse_change()
+    return seen_here
 
 
 def refuse_other_directory(directory: RunDirectory) -> None:
@@ -66,7 +110,9 @@ def refuse_other_directory(directory: RunDirectory) -> None:
         )
 
 
-def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
+def _newest_of_run(
+    directory: RunDirectory, config: Config, module: torch.nn.Module
+) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
     if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
@@ -74,7 +120,7 @@ def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Mod
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
-    newest = files.newest_valid(folder, NEEDED_TO_RESUME)
+    newest = files.newest_verified(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
     if newest is None and (config.resume == "auto" or directory.metrics.exists()):
         newest = checkpoint_copies.fetch(directory, config)
@@ -92,7 +138,7 @@ def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Mod
     if newest is not None:
         directory.note_save()  # an earlier version didn't
     for path in present:
-        if newest and files.step_of(path) > files.step_of(newest):
+        if newest and files.step_of(path) > files.step_of(newest.path):
             files.set_aside(path)
     return newest
 
@@ -120,9 +166,21 @@ def refuse_lost_parts(where: str, checkpoint: dict[str, Any], counts_samples: bo
 
 
 def refuse_lost_numbers(where: str, saved: dict[str, Any], module: torch.nn.Module) -> None:
-    """Raise a `UserError` if weights of the checkpoint `where` are not finite; buffers may be."""
-    names = [name for name, _ in module.named_parameters() if name in saved]
-    refuse_broken_weights(((name, saved[name]) for name in names), where, TAKE_ANOTHER)
+    """Raise a `UserError` if weights of the checkpoint `where` are not finite; buffers may be.
+
+    Every rank must call this: rank 0 reads them, and tells the others.
+    """
+    fault = None
+    if is_rank_zero():
+        names = [name for name, _ in module.named_parameters() if name in saved]
+        shards = ((name, shard) for name in names for shard in shards_of(saved[name]))
+        try:
+            refuse_broken_weights(shards, where, TAKE_ANOTHER)
+        except UserError as error:
+            fault = str(error)
+    fault = from_rank_zero(fault)
+    if fault is not None:
+        raise UserError(fault)
 
 
 def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, Any]) -> None:

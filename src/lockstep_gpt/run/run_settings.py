@@ -12,10 +12,15 @@ class CheckpointConfig(Checked):
 
     node: ClassVar[str] = "checkpoint"
     every: int | None = setting(
-        "optimizer steps between checkpoints; null: only at the end", 500, at_least=1
+        "optimizer steps between checkpoints; null: only at the end, and the best", 500, at_least=1
     )
     keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
-    keep_best: int = setting("how many of the best checkpoints to keep, by val/loss", 1, at_least=0)
+    keep_best: int = setting(
+        "how many of the best checkpoints to keep, by val/loss; a validation among the best saves "
+        "if at least checkpoint.every steps have passed since the last validation that did",
+        1,
+        at_least=0,
+    )
     background: bool = setting(
         "copy the state in memory, and write the copy while training continues", False
     )

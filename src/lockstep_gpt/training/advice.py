@@ -6,12 +6,13 @@ import torch
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.functional import SHORT
-from lockstep_gpt.torch_patches import causal_attention_kernel
+from lockstep_gpt.torch_patches import attention_kernel
 from lockstep_gpt.training.receipt import times
 from lockstep_gpt.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
+PLAIN_PRODUCTS = "plain matrix products"
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
 HIGH_SCALE = 4  # times the tuned rate; without warmup, it often diverges (Goyal et al. 2017)
 
@@ -29,17 +30,33 @@ def advise(config: Config, epochs: float | None) -> None:
 
 
 def attention(config: Config) -> str:
-    """Return the kernel of `causal_attention` here; `math` is the slow one that always works."""
+    """Return how training computes attention here; see `fused_attention`."""
+    if config.trainer.get("accelerator", "cpu") == "cpu" and config.model.block_size <= SHORT:
+        return PLAIN_PRODUCTS
+    return fused_attention(config)
+
+
+def fused_attention(config: Config, is_masked: bool = False) -> str:
+    """Return the kernel that torch chooses for attention in training, such as `flash` or `cudnn`.
+
+    `math` is the slow one that always works. The choice depends on the device, the precision, the
+    width of a head, dropout, and whether a mask says what a query sees.
+    """
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
     model = config.model
     device = config.trainer.get("accelerator", "cpu")
-    if device == "cpu" and model.block_size <= SHORT:
-        return "plain matrix products"
     if device == "mps":
         device = "meta"  # Apple GPUs have only one kernel
-    shape = (1, model.n_head, model.block_size, model.n_embd // model.n_head)
-    q = torch.empty(shape, device=device, dtype=dtypes.get(config.precision, torch.float32))
-    return causal_attention_kernel(q).name.removesuffix("_ATTENTION").lower()
+    T = model.block_size
+    q = torch.empty(
+        (1, model.n_head, T, model.n_embd // model.n_head),
+        device=device,
+        dtype=dtypes.get(config.precision, torch.float32),
+        requires_grad=True,
+    )
+    mask = torch.empty((1, 1, T, T), device=device, dtype=torch.bool) if is_masked else None
+    kernel = attention_kernel(q, model.dropout, mask)
+    return kernel.name.removesuffix("_ATTENTION").lower()
 
 
 def warn_of_slow_attention(config: Config) -> None:

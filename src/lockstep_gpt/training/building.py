@@ -25,13 +25,16 @@ from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
 from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import BatchPlan
+
+# Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
+# mode, tensors that outlive a validation, such as gathered weights, can't be trained with.
+VALIDATION = {"inference_mode": False}
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -78,7 +81,6 @@ def build_guards(
     if has_time_limit(config):
         guards.append(TimeLimitReport())
     guards += gradient_sums(config)
-    guards.append(WeightHashes())
     guards.append(Guards(config, directory, rank, terminal))
     if config.trainer["accelerator"] == "mps":
         guards.append(AppleGPU())
@@ -155,7 +157,7 @@ def build_trainer(
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [build(node, {}) for node in config.callbacks.values()]
-        make_trainer = deferred({**config.trainer, **places})
+        make_trainer = deferred({**VALIDATION, **config.trainer, **places})
         users_plugins = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
             strategy=build(config.strategy, known),

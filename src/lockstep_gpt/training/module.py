@@ -18,7 +18,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule, data_place
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.data.windows import Batch
-from lockstep_gpt.distributed.ddp import arrange_buckets
+from lockstep_gpt.distributed.ddp import arrange_buckets, can_keep_gradients
 from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
@@ -33,7 +33,11 @@ from lockstep_gpt.run.resuming import (
     refuse_other_weights,
     rescale_batch_progress,
 )
-from lockstep_gpt.training.optim import build_optimizer, place_matrices
+from lockstep_gpt.training.optim import (
+    build_optimizer,
+    copy_restored_state,
+    place_matrices,
+)
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
 from lockstep_gpt.training.skipped_updates import SkippedUpdates
@@ -77,6 +81,7 @@ class GPTModule(lightning.LightningModule):
         self.layout: ModelLayout = WholeModels()  # until the strategy is known
         self.saved_weights: dict[str, Tensor] = {}  # the names and whole shapes in checkpoints
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
+        self.keeps_gradients = False  # in DDP's buckets, where micro-batches are added to them
         self._is_placed = False
         self._gives_features = "with_features" in signature(self.model.forward).parameters
         self.logs_losses = True  # to any Trainer's loggers; in our runs `Metrics` does this
@@ -111,10 +116,26 @@ class GPTModule(lightning.LightningModule):
         self.losses.copies = self.trainer.world_size // data_place(self.trainer).size
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         data: Any = getattr(self.trainer, "datamodule", None)  # a user may pass loaders instead
-        if self.trainer.world_size > 2 and data:
-            shape = (getattr(data, "micro_size", 1), self.config.model.block_size)
+        if data:
+            self._arrange_buckets(getattr(data, "micro_size", 1))
+
+    def _arrange_buckets(self, micro_size: int) -> None:
+        """Prepare DDP's buckets for restarts on three or more ranks, and for accumulation.
+
+        Without accumulation, keeping gradients saves nothing: DDP moves each into its bucket as it
+        arrives. Exact sums keep those of each micro-batch themselves.
+        """
+        accumulates = self.trainer.accumulate_grad_batches > 1
+        if accumulates or self.trainer.world_size > 2:
+            shape = (micro_size, self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
-            arrange_buckets(self.trainer.strategy, self.model, (tokens, tokens))
+            is_exact = self.config.batch.exact_micro_size is not None
+            keep = accumulates and not is_exact and can_keep_gradients(self.trainer.strategy)
+            batch = (tokens, tokens.clone())  # a compiled model would be compiled again for others
+            logs_losses = self.logs_losses
+            self.logs_losses = False  # these are of no step
+            self.keeps_gradients = arrange_buckets(self.trainer.strategy, self.model, batch, keep)
+            self.logs_losses = logs_losses
             self.losses.forget_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
@@ -190,6 +211,7 @@ class GPTModule(lightning.LightningModule):
             fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
         )
         place_matrices(optimizer, self.layout, self.config)
+        optimizer.register_load_state_dict_post_hook(copy_restored_state)
         scheduler = LambdaLR(optimizer, self.schedule.factor)
         return {
             "optimizer": optimizer,
@@ -205,13 +227,26 @@ class GPTModule(lightning.LightningModule):
     ) -> None:
         """Update the weights, then free the gradients; Lightning would do so before backward.
 
-        So no forward pass needs memory for them. If a parameter has no gradient, all of them stay:
-        DDP fails in the next forward, and the names of such parameters explain its error.
+        So no forward pass needs memory for them, unless they are DDP's buckets.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.losses.complete_step()
-        if all(parameter.grad is not None for parameter in self.trained):
+        if not self.keeps_gradients:
             optimizer.zero_grad()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:  # noqa: ARG002
+        """Before the first micro-batch of a step, zero gradients in their buckets, or free them."""
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Free the gradients before a validation; in buckets, they take no memory of their own."""
+        if not self.keeps_gradients:
+            super().on_validation_model_zero_grad()
+
+    def on_train_end(self) -> None:
+        """Free the gradients also in buckets, which would outlive DDP."""
+        self.keeps_gradients = False
+        self.model.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what the next row of the log needs, and config and tokenizer unless already there.

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.strategies import ModelLayout
@@ -64,3 +64,14 @@ def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config
     elif dist.is_initialized() and dist.get_world_size() > 1:
         placement = OwnedMatrices(optimizer.matrices, compiled, one_by_one)
     optimizer.placement = placement
+
+
+def copy_restored_state(optimizer: torch.optim.Optimizer) -> None:
+    """Copy the state that `load_state_dict` has put in `optimizer`, one tensor after the other.
+
+    torch takes over a saved tensor of the right type and device, but ours is a mapped file.
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()

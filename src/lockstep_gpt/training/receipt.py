@@ -9,7 +9,7 @@ from torch import nn
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
-from lockstep_gpt.distributed.exact_sizes import sums_line
+from lockstep_gpt.distributed.exact_sizes import has_bucket_copies, sums_line
 from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.callbacks.step import InReceipt
@@ -81,6 +81,8 @@ def facts(
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
         strategy += f" over {backend_here()}"
+        if has_bucket_copies(config.strategy, trainer.accumulate_grad_batches):
+            strategy += ", plus memory for its buckets: 1 more gradient of all weights"
     if config.tensor_parallel > 1:
         replicas = trainer.world_size // config.tensor_parallel
         strategy += f", {replicas} data x {config.tensor_parallel} tensor parallel"

@@ -78,7 +78,7 @@ class StepLosses:
         self.sums = {}
         if not self.steps:
             return
-        sums = state["sums"].flatten()  # in the order of a step
+        sums = state["sums"].flatten().clone()  # in the order of a step; not in a mapped file
         if len(sums) != world_size * micro_batches:
             mean = sums.double().mean().to(sums.dtype)
             sums = mean.expand(world_size * micro_batches)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -21,12 +20,15 @@ from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
+from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
     stop_before_first_step,
 )
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
@@ -62,7 +64,7 @@ class Training:
     batch: BatchPlan
     data: LightningDataModule
     module: GPTModule  # has the configuration, the schedule, and the tokenizer
-    resume: str | None  # the checkpoint to continue from; None: step 0
+    resume: VerifiedCheckpoint | None  # what to continue from; None: step 0
     metrics: Metrics
     metrics_file: MetricsFile
     trainer: Trainer
@@ -123,9 +125,11 @@ def assemble(
     module = GPTModule(config, schedule, tokenizer_of(data))
 
     # Weights: those of the run's checkpoint; without one, initial ones, if the model has a source.
-    disk = checkpoint_io(directory, config)
+    hashes = WeightHashes()
+    disk = checkpoint_io(directory, config, hashes)
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
+    disk.verified = resume
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, module.tokenizer)
 
@@ -136,13 +140,14 @@ def assemble(
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
     checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, ranks.rank, terminal)
+    overhead = Overhead(config, checkpoints)
     loggers = build_loggers(directory, batch, module) if ranks.rank == 0 else []
     trainer = build_trainer(
         config,
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, GracefulStop(checkpoints), checkpoints],
+        last=[*guards, hashes, overhead, GracefulStop(checkpoints), checkpoints],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
@@ -186,11 +191,12 @@ def fit(training: Training, started: float) -> None:
     try:
         stop_before_first_step()
         if training.rank == 0:
-            step = step_of(Path(training.resume)) if training.resume else 0
+            step = step_of(training.resume.path) if training.resume else 0
             training.metrics.continue_from(training.metrics_file.truncate_after(step))
         disk: Any = trainer.strategy.checkpoint_io
+        path = str(training.resume.path) if training.resume else None
         try:
-            trainer.fit(training.module, training.data, ckpt_path=training.resume)
+            trainer.fit(training.module, training.data, ckpt_path=path)
         finally:
             disk.wait()  # for all writes
         status = ending.status_of(trainer)

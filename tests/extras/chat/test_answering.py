@@ -192,6 +192,36 @@ def test_logits_that_are_no_numbers_end_the_answer_with_an_error():
     assert "attend" not in vars(model.blocks[0].attention)
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that counts how often the host waits for it, as if it were on a GPU."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        plain = {torch.Tensor.cpu, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item}
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func not in plain | {torch.Tensor.tolist}:
+            return result
+        OnGPU.waits += 1
+        return result.as_subclass(torch.Tensor) if isinstance(result, torch.Tensor) else result
+
+
+def test_a_gpu_is_waited_for_once_per_token_of_all_answers(model, monkeypatch):
+    with Answering(model, rows=16) as answering:
+        for row in range(16):
+            sampling = Sampling(row / 10, top_k=row or None, top_p=1 - row / 20, seed=row)
+            answering.add(answer_to([60, row], 30, sampling))
+        for _ in range(16):  # each reads one prompt
+            answering.step()
+        read = answering.cache.read
+        monkeypatch.setattr(answering.cache, "read", lambda *rows: read(*rows).as_subclass(OnGPU))
+        monkeypatch.setattr(OnGPU, "waits", 0)
+        for _ in range(5):
+            assert len(answering.step()) == 16
+    assert OnGPU.waits == 5
+
+
 def test_a_token_that_stops_is_not_part_of_the_answer(model):
     ids = generated(model, [60], 20)
     answer = answer_to([60], 20, GREEDY, ids=[ids[7]])

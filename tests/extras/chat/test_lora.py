@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep_gpt.config import Config, as_values, from_container
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.conversations import Conversations
 from lockstep_gpt.extras.chat.lora import AdaptedLinear, adapt
@@ -142,6 +143,23 @@ def test_a_saved_state_gives_the_same_model_on_the_same_weights(kind):
     again = built(kind, rank=4)
     again.load_state_dict(saved.state_dict())
     assert torch.equal(again(TOKENS), saved(TOKENS))
+
+
+def test_ddp_does_not_broadcast_buffers_in_each_step(on_ranks):
+    def is_broadcast(_rank):
+        settings = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
+        strategy = ddp(**settings)
+        strategy.parallel_devices = [torch.device("cpu")]
+        return strategy._setup_model(built("gpt", rank=4)).broadcast_buffers
+
+    assert on_ranks(1, is_broadcast) == [False]
+
+
+def test_a_state_that_names_no_weights_is_refused():
+    state = built("gpt", rank=4).state_dict()
+    state.pop("base_sha256")
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"base_sha256\""):
+        built("gpt", rank=4).load_state_dict(state)
 
 
 def test_a_saved_state_on_other_weights_is_refused():

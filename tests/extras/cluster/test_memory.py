@@ -1,6 +1,8 @@
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
+import lightning
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep_gpt.distributed.exact_sums import GradientSums
+from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.fitting import Room
+from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.memory import (
     Chunks,
     Footprint,
@@ -21,6 +27,7 @@ from lockstep_gpt.extras.cluster.tracing import built, step, trace_peak
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.settings import is_module
+from lockstep_gpt.torch_patches import empty_buckets
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.optim_settings import OptimConfig
 
@@ -118,6 +125,71 @@ def test_buckets_without_views_are_a_second_copy_of_the_gradients(composed):
     line = predicted(composed, WIDE, 1000, "32-true")
     more = line.memory(1, 0, bucket_copies=True).total - line.memory(1, 0, False).total
     assert more == line.states.gradients
+
+
+class Held(lightning.Callback):
+    """Finds the most bytes of gradients, sums of gradients, and DDP's buckets in a step."""
+
+    def __init__(self, sums):
+        self.sums = sums
+        self.most = 0
+        self.in_buckets = None  # storages that are buckets
+
+    def on_before_backward(self, trainer, pl_module, _loss=None):
+        if self.in_buckets is None:  # in the first step
+            return
+        gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
+        for callback in self.sums:
+            gradients += chain.from_iterable(callback._sums.partial())
+        storages = [each.untyped_storage() for each in gradients]
+        sizes = {each.data_ptr(): each.nbytes() for each in storages}
+        beside = sum(size for place, size in sizes.items() if place not in self.in_buckets)
+        buckets = empty_buckets(trainer.strategy.model)
+        held = beside + sum(bucket.buffer().nbytes for bucket in buckets)
+        self.most = max(self.most, held)
+
+    def on_after_backward(self, trainer, pl_module):
+        if pl_module.leaf == trainer.accumulate_grad_batches - 1:
+            gradients = [weight.grad for weight in pl_module.trained]
+            places = {each.untyped_storage().data_ptr() for each in gradients}
+            is_view = trainer.strategy.model.gradient_as_bucket_view
+            self.in_buckets = places if is_view else set()
+        self.on_before_backward(trainer, pl_module)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [
+        ("default", {1: 1, 4: 1}),
+        ("find_unused_parameters", {1: 1, 4: 2}),
+        ("gradient_as_bucket_view", {1: 2, 4: 2}),
+        ("exact", {1: 1, 4: 3}),
+    ],
+)
+def test_gradients_and_buckets_of_two_ranks_take_the_predicted_bytes(
+    on_ranks, new_run, name, copies, accumulation
+):
+    settings = {"default": {}, "exact": {}}.get(name, {name: name == "find_unused_parameters"})
+    strategy = {"gradient_as_bucket_view": True, **settings}
+    sizes = {"global_size": 2 * accumulation}
+    if name == "exact":
+        sizes |= {"micro_size": None, "exact_micro_size": 2}
+
+    def fit(_rank):
+        run = new_run(batch=sizes)
+        sums = [GradientSums()] if name == "exact" else []
+        held = Held(sums)
+        place = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
+        run.fit(held, *sums, strategy=ddp(**place, **strategy), devices=2)
+        return held.most
+
+    run = new_run(batch={**sizes, "global_size": 4 * accumulation}, strategy=strategy)
+    room = Room.of(run.config, HARDWARE["h100"], run.module.tokenizer.vocab_size)
+    memory = room.memory(2, 2)
+    predicted_bytes = memory.gradients + memory.buckets + memory.copies - room.alone.copies
+    assert predicted_bytes == copies[accumulation] * memory.gradients
+    assert on_ranks(2, fit) == [predicted_bytes] * 2
 
 
 @pytest.mark.parametrize("compiled", [True, False])

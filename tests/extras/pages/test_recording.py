@@ -29,23 +29,29 @@ def backward(model, rank, step, precision, seeds=2):
             loss.backward()
 
 
-def gradients_of_three_steps(recorded, precision, **settings):
-    """Return a function that trains on one rank and returns the averaged gradients of each step."""
+def gradients_of_three_steps(recorded, precision, kept=False, **settings):
+    """Return a function that trains on one rank and returns the averaged gradients of each step.
+
+    `kept`: gradients stay in DDP's final buckets from the first step on.
+    """
 
     def on_rank(rank):
         model = DistributedDataParallel(network(), bucket_cap_mb=0.0004, **settings)
+        for _ in range(2 * kept):
+            backward(model, rank, 9, precision)
+            model.zero_grad(set_to_none=False)
         gradients = []
         for step in range(4):
             model.require_backward_grad_sync = step not in recorded
             backward(model, rank, step, precision)
             if step in recorded:
-                average_like_ddp(model)
+                average_like_ddp(model, in_buckets=kept)
                 model.require_backward_grad_sync = True
             gradients += [parameter.grad.tolist() for parameter in model.parameters()]
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad
-            model.zero_grad()
+            model.zero_grad(set_to_none=not kept)
         return gradients
 
     return on_rank
@@ -70,6 +76,16 @@ def test_three_ranks_average_to_the_bits_of_ddp_with_final_buckets(on_ranks):
     )
 
 
+def test_three_ranks_average_gradients_in_buckets_to_the_bits_of_ddp(on_ranks):
+    def averages(recorded):
+        steps = gradients_of_three_steps(recorded, "32", kept=True, gradient_as_bucket_view=True)
+        return on_ranks(3, steps)
+
+    stock = averages(())
+    assert averages((0, 2)) == stock
+    assert averages((1, 2, 3)) == stock
+
+
 class PartlyUsed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,7 +103,7 @@ def test_unused_parameters_have_no_gradient_and_others_an_average(on_ranks):
             model.require_backward_grad_sync = not recorded
             backward(model, rank, 0, "32", seeds=1)
             if recorded:
-                average_like_ddp(model)
+                average_like_ddp(model, in_buckets=False)
             gradients = [parameter.grad for parameter in model.parameters()]
             return [None if gradient is None else gradient.tolist() for gradient in gradients]
 

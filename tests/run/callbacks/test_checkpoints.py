@@ -1,17 +1,16 @@
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning import Callback
 
-from lockstep_gpt.run.checkpoint import (
-    checkpoint_path,
-    checkpoints_in,
-    fault_of,
-    newest_valid,
-    step_of,
-)
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, newest_valid, step_of
+from lockstep_gpt.run.checkpoint_sums import fault_of
 
 
 class Losses(Callback):
@@ -71,6 +70,62 @@ def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_bes
     assert steps_in(tmp_path) == steps
     assert step_of(Path(checkpoints.in_summary(0)["best_checkpoint"])) == best
     assert checkpoints.in_summary(0)["last_checkpoint"].endswith("step=000006.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("every", "val_every", "keep_best", "steps"),
+    [
+        (4, 1, 1, [4, 8, 9]),
+        (3, 2, 1, [3, 4, 6, 9]),
+        (2, 4, 1, [2, 4, 6, 8, 9]),
+        (5, 3, 1, [5, 6, 9]),
+        (2, 3, 1, [2, 3, 4, 6, 8, 9]),
+        (2, 3, 0, [2, 4, 6, 8, 9]),
+        (20, 1, 1, [9]),
+        (None, 3, 1, [3, 6, 9]),
+        (None, 3, 0, [9]),
+    ],
+)
+def test_a_best_loss_saves_at_most_as_often_as_the_period(
+    new_run, tmp_path, every, val_every, keep_best, steps
+):
+    settings = {"every": every, "keep_last": 9, "keep_best": keep_best}
+    run = new_run(max_steps=9, val_every=val_every, checkpoint=settings)
+    losses = {step: 9.0 - step for step in range(1, 10)}  # each is the best so far
+    checkpoints, validation = fitted(run, tmp_path, losses)
+    assert steps_in(tmp_path) == steps
+    assert checkpoints.validations_after(0) == len(validation.seen)
+
+
+@given(every=st.none() | st.integers(1, 14), val_every=st.integers(1, 14), total=st.integers(1, 50))
+@pytest.mark.parametrize("keep_best", [0, 1])
+def test_the_saves_to_come_are_counted(keep_best, every, val_every, total):
+    settings = SimpleNamespace(every=every, keep_best=keep_best)
+    config = SimpleNamespace(val_every=val_every, checkpoint=settings)
+    checkpoints = Checkpoints(Path(), config, {}, total)
+    validated, saved = [], []
+    for step in range(1, total + 1):
+        validates = step == total or step % val_every == 0
+        if validates:
+            validated.append(step)
+        if checkpoints.is_due(step) or (validates and checkpoints.is_best(step, 0.0)):
+            saved.append(step)
+            checkpoints.last_validated = step if validates else checkpoints.last_validated
+    for now in range(total):
+        assert checkpoints.saves_after(now) == sum(step > now for step in saved)
+        assert checkpoints.validations_after(now) == sum(step > now for step in validated)
+
+
+def test_a_resumed_run_keeps_the_distance_to_the_last_best_checkpoint(new_run, tmp_path):
+    settings = {"every": 4, "keep_last": 1, "keep_best": 1}
+    first = new_run(max_steps=8, val_every=3, checkpoint=settings)
+    checkpoints, _ = fitted(first, tmp_path)
+    rest = new_run(max_steps=20, val_every=3, checkpoint=settings).checkpoints(tmp_path)
+    rest.load_state_dict(checkpoints.state_dict())
+    assert not rest.is_best(11, 0.0)
+    assert rest.is_best(12, 0.0)
+    rest.load_state_dict({"losses": {8: 1.0}})  # of an earlier version
+    assert not rest.is_best(11, 0.0)
 
 
 def test_the_folder_contains_only_checkpoints_and_checksums(new_run, tmp_path):

@@ -10,7 +10,6 @@ import threading
 from functools import partial
 
 import pytest
-import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lockstep_gpt.errors import UserError
@@ -20,7 +19,9 @@ from lockstep_gpt.run.loggers.tensorboard_files import tensorboard_logger
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import TrackedRun, tracked_runs
 from lockstep_gpt.run.loggers.trackio_runs import TrackioRun
-from lockstep_gpt.run.loggers.wandb_run import WandbRun
+
+wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+wandb_module = pytest.importorskip("lockstep_gpt.run.loggers.wandb_run")
 
 CONFIG = {"run_name": "mine", "log_every": 1}
 VARIABLE = contextvars.ContextVar("variable", default="before")
@@ -183,7 +184,9 @@ def full_disk(tmp_path):
 
 def wandb_run(folder):
     directory = RunDirectory(folder)
-    return WandbRun(directory=directory, config=CONFIG, model=None, mode="offline", project="p")
+    return wandb_module.WandbRun(
+        directory=directory, config=CONFIG, model=None, mode="offline", project="p"
+    )
 
 
 def mlflow_run(folder):

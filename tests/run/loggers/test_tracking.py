@@ -13,10 +13,12 @@ from lockstep_gpt.run.loggers.tracking import (
     tracked_runs,
 )
 from lockstep_gpt.run.loggers.trackio_runs import TrackioRun
-from lockstep_gpt.run.loggers.wandb_run import WandbRun
 
 
 def test_our_runs_are_tracked_runs_and_other_loggers_are_not(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from lockstep_gpt.run.loggers.wandb_run import WandbRun
+
     assert issubclass(WandbRun, TrackedRun)
     assert issubclass(TrackioRun, TrackedRun)
     assert list(tracked_runs([CSVLogger(tmp_path)])) == []

@@ -68,7 +68,7 @@ class Answer:
         return new
 
     def draw(self, logits: Tensor) -> None:
-        """Append a token that is drawn from `logits`, (1, V)."""
+        """Append a token that is drawn from `logits`, (1, V), in the host's memory."""
         try:
             token = self.sampling.draw(logits, self.source)
         except RunError as error:
@@ -196,6 +196,7 @@ class Answering:
         return reading
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> None:
+        logits = logits.cpu()  # all rows at once, because this waits for the GPU
         for answer, row in zip(answers, logits[:, None], strict=True):
             answer.unread = []
             answer.draw(row)
@@ -221,7 +222,7 @@ def stream(model: GPT, answer: Answer) -> Iterator[str]:
     """Yield the text of one answer as it grows.
 
     Raises:
-        RunError: the model's logits are not numbers.
+        RunError: the model's logits are infinite or not numbers.
     """
     with Answering(model) as answering:
         answering.add(answer)

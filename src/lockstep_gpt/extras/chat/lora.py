@@ -149,8 +149,8 @@ def adapt(model: GPT, config: Config, tokenizer: Tokenizer) -> Callable[[], None
             if isinstance(layer, nn.Linear):
                 setattr(parent, name, AdaptedLinear(layer, lora.rank, lora.scale))
     _add_rows(model, tokenizer)
-    model.register_buffer(DIGEST, digest)
     hooks: Any = model  # torch declares no types for these
+    hooks.base_sha256 = digest  # not a buffer: DDP would broadcast all buffers in each step
     hooks.register_state_dict_post_hook(_leave_out_base)
     hooks.register_load_state_dict_pre_hook(_check_base)
     hooks.register_load_state_dict_post_hook(_expect_no_base)
@@ -177,8 +177,7 @@ def merge(model: GPT) -> None:
         for name, layer in parent.named_children():
             if isinstance(layer, AdaptedLinear | EmbeddingWithRows):
                 setattr(parent, name, layer.plain())
-    del model._buffers[DIGEST]
-    model.requires_grad_()  # so the hooks leave nothing out
+    model.requires_grad_()  # so the hooks do nothing
 
 
 def _digest(model: GPT) -> Tensor:
@@ -193,9 +192,12 @@ def _frozen(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
-def _leave_out_base(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in _frozen(model):
+def _leave_out_base(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    names = _frozen(model)
+    for name in names:
         state.pop(prefix + name, None)
+    if names:
+        state[prefix + DIGEST] = model.base_sha256
 
 
 def _expect_no_base(model: nn.Module, problems: Any) -> None:
@@ -205,10 +207,20 @@ def _expect_no_base(model: nn.Module, problems: Any) -> None:
 
 
 def _check_base(
-    model: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **_settings: Any
+    model: Any,
+    state: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    _strict: bool,
+    missing_keys: list[str],
+    *_: Any,
 ) -> None:
-    saved = state.get(prefix + DIGEST)
-    if saved is not None and not torch.equal(saved.cpu(), model.get_buffer(DIGEST).cpu()):
+    if not _frozen(model):
+        return
+    saved = state.pop(prefix + DIGEST, None)
+    if saved is None:
+        missing_keys.append(prefix + DIGEST)
+    elif not torch.equal(saved.cpu(), model.base_sha256):
         raise UserError(
             "the adapters belong to other weights than model.init_from has now; put those back, or "
             "export the model before they change"

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.errors import RunError, UserError
-
-COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
+from lockstep_gpt.model.sampling import BROKEN, COLD, draw_tokens
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class Sampling:
                 raise UserError(f"{name}={value} must be {rule}")
 
     def draw(self, logits: Tensor, source: torch.Generator) -> int:
-        """Return a token, drawn from `logits`, (1, V)."""
-        if bool(logits.isnan().any()):
-            raise RunError("the model's logits are not numbers; use another checkpoint")
-        logits = logits.float().cpu()
+        """Return a token, drawn from `logits`, (1, V), which are in the host's memory."""
+        if not bool(logits.isfinite().all()):
+            raise RunError(BROKEN)
+        logits = logits.float()
         if self.temperature < COLD:
             return int(logits.argmax())
         if self.top_k is not None:
@@ -56,4 +55,4 @@ class Sampling:
             needless = falling.cumsum(dim=-1) - falling >= self.top_p
             needless[:, 0] = False  # also if `top_p` is 0 in float32
             likely = likely.scatter(-1, order, falling.masked_fill(needless, 0))
-        return int(torch.multinomial(likely, 1, generator=source))
+        return int(draw_tokens(likely, source))

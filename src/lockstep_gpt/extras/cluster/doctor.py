@@ -142,7 +142,7 @@ def _environment(config: Config, placement: Placement) -> dict[str, str]:
     usual = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.devices)),
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": "=lo" if nodes == 1 else "",  # it may use several to other machines
     }
     return {
         **{name: os.environ.get(name, value) for name, value in usual.items() if value},

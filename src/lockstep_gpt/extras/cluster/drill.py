@@ -270,7 +270,8 @@ class Drill(SmallRuns):
         return dict(torch.load(path, weights_only=True)["state_dict"])
 
     def _sound(self, name: str) -> bool:
-        from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of
+        from lockstep_gpt.run.checkpoint import checkpoints_in
+        from lockstep_gpt.run.checkpoint_sums import fault_of
 
         checkpoints = checkpoints_in(self.directory(name).checkpoints)
         return bool(checkpoints) and all(fault_of(path) is None for path in checkpoints)

@@ -55,7 +55,8 @@ def between() -> float | None:
     It counts active InfiniBand ports if there are any, else the default route's interface.
     """
     rates = [_infiniband(port) for port in sorted(INFINIBAND.glob("*/ports/*"))]
-    return sum(rates) or _ethernet(os.environ.get("NCCL_SOCKET_IFNAME") or default_interface())
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
+    return sum(rates) or _ethernet(wanted or default_interface())
 
 
 def _infiniband(port: Path) -> float:

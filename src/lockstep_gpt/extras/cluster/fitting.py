@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.config_files import config_folder
-from lockstep_gpt.distributed.exact_sizes import gradient_copies
+from lockstep_gpt.distributed.exact_sizes import gradient_copies, has_bucket_copies
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware
@@ -63,15 +63,14 @@ class Room:
 
     def memory(self, micro_size: int, world_size: int) -> Memory:
         """Return peak memory of each of `world_size` ranks at `micro_size` samples at a time."""
-        peak = self._footprint(world_size).memory(
-            micro_size, self.hardware.context, self._copies(world_size)
-        )
+        copies = self._copies(world_size, self._accumulation(micro_size, world_size))
+        peak = self._footprint(world_size).memory(micro_size, self.hardware.context, copies)
         return replace(peak, copies=peak.copies + self._sums(micro_size, world_size))
 
     def largest_micro_size(self, world_size: int) -> int:
         """Return the largest micro-batch that fits, in samples; 0 if not even one sample does."""
         return self._footprint(world_size).largest_micro_size(
-            self.hardware.memory, self.hardware.context, self._copies(world_size)
+            self.hardware.memory, self.hardware.context, self._copies(world_size, accumulation=1)
         )
 
     def remedies(self, batch: BatchPlan, config: BatchConfig) -> list[Remedy]:
@@ -129,21 +128,24 @@ class Room:
 
     def _sums(self, micro_size: int, world_size: int) -> int:
         """Return the bytes, in addition to the gradients, that accumulation needs on a rank."""
-        batch = self.config.batch
-        accumulation = (batch.global_size or 0) // (micro_size * self._data_parallel(world_size))
+        accumulation = self._accumulation(micro_size, world_size)
         if self.sharing and world_size > 1:
             return self.together.states.gradients * (self.sharing.adds_whole and accumulation > 1)
-        copies = gradient_copies(batch, accumulation)
+        copies = gradient_copies(self.config.batch, accumulation)
         return copies * self.alone.states.gradients
+
+    def _accumulation(self, micro_size: int, world_size: int) -> int:
+        samples = micro_size * self._data_parallel(world_size)
+        return (self.config.batch.global_size or 0) // samples
 
     def _data_parallel(self, world_size: int) -> int:
         """Return how many ranks, or groups that split the model, have samples of their own."""
         return max(1, world_size // self.config.tensor_parallel)
 
-    def _copies(self, world_size: int) -> bool:
+    def _copies(self, world_size: int, accumulation: int) -> bool:
         """Return whether DDP keeps a copy of the gradients."""
-        views = self.config.strategy.get("gradient_as_bucket_view", True)
-        return world_size > 1 and not self.sharing and not views
+        is_ddp = world_size > 1 and not self.sharing
+        return is_ddp and has_bucket_copies(self.config.strategy, accumulation)
 
 
 def _as_is(words: str, room: Room, batch: BatchPlan) -> Iterator[Remedy]:

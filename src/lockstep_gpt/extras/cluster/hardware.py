@@ -95,6 +95,7 @@ class Hardware:
     link_efficiency: float = 0.8
     # Assumed: CUDA's context and kernels, and the buffers of cuBLAS and NCCL.
     context: float = 1.0 * GB  # bytes
+    disk: float = 1.0 * GB  # assumed: bytes per second that rank 0 writes, and fsync waits for
     measured: bool = False
 
     def flops(self, precision: str) -> float:

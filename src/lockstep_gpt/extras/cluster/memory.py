@@ -97,7 +97,7 @@ class Chunks:
         logits = config.model.block_size * width
         size = 2 if config.precision in AUTOCAST else 4
         chunk = functional.GPU_CHUNK_LOGITS * CHUNKED
-        if config.compile:  # the logits and their gradient
+        if config.compile and config.tensor_parallel == 1:  # the logits and their gradient
             return cls(int(functional.WHOLE_SHARE * memory / 4 / logits), 2 * size * logits, chunk)
         return cls(functional.GPU_CHUNK_LOGITS // logits, CHUNKED * logits, chunk)
 
@@ -223,7 +223,9 @@ def footprint(
     more = config.model.n_layer - 1
     logits = (wider_slope - slope) / WIDER * model.vocab_size
     width = len(model.head)
-    many = few * config.model.block_size * width > functional.MANY_LOGITS
+    # Tensor ranks always compute in chunks.
+    most_whole = functional.MANY_LOGITS if tensor_parallel == 1 else functional.CHUNK_LOGITS
+    many = few * config.model.block_size * width > most_whole
     chunked = accelerator == "cuda" and many and config.precision != "16-mixed"
     return Footprint(
         states=States.of(model, config.optim),

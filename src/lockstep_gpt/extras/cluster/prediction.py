@@ -17,6 +17,7 @@ from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.ledger import ledger
 from lockstep_gpt.extras.cluster.memory import Memory
+from lockstep_gpt.extras.cluster.pauses import Pauses, pauses
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST
 from lockstep_gpt.launch.checks import AUTO, DDP
@@ -41,7 +42,8 @@ class Row:
     time: StepTime
     tokens_per_second: float
     efficiency: float  # tokens per second per device, as a fraction of a single device's
-    seconds: float  # until `tokens` are reached
+    seconds: float  # of the steps until `tokens` are reached
+    pauses: Pauses  # between them
     cost: float | None
 
 
@@ -285,5 +287,13 @@ class _Planner:
             tokens_per_second=speed,
             efficiency=speed / (batch.world_size * base),
             seconds=seconds,
+            pauses=pauses(
+                self.room.config,
+                batch,
+                time,
+                self.work.states,
+                self.room.hardware,
+                steps=tokens / batch.tokens_per_step,
+            ),
             cost=cost,
         )

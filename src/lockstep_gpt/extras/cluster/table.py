@@ -61,7 +61,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         "measured" if device.measured else "assumed",
         f"{shares(device)}, "
         f"{device.link_efficiency:.2g} of the links' rate, "
-        f"{device.context / GB:.2g} GB for the device's context",
+        f"{device.context / GB:.2g} GB for the device's context, "
+        f"{device.disk / GB:.2g} GB/s to the disk",
     )
     yield "tokens", _tokens(plan)
     if plan.expected:
@@ -69,6 +70,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         basis = plan.expected["basis"]
         yield "loss", f"{loss:.4f} nats per token on held-out data, {basis}"
     yield from _exchange(plan)
+    yield from _pauses(plan)
     for note in plan.notes:
         yield "note", note
 
@@ -95,6 +97,21 @@ def _tokens(plan: Plan) -> str:
         f"{amount(plan.tokens)}, {point} {source}, because neither the command nor its experiment "
         "sets max_steps or max_tokens"
     )
+
+
+def _pauses(plan: Plan) -> Iterator[tuple[str, str]]:
+    for row in plan.rows[-1:]:  # most devices, which have the largest share
+        pauses = row.pauses
+        one = "of unknown length, because data.val_tokens is null"
+        if pauses.validation is not None:
+            one = f"of {pauses.validation:.2g} s"
+        yield (
+            "val+save",
+            f"on {counted(row.batch.world_size, 'device')}: "
+            f"{counted(pauses.validations, 'validation')} {one}, and "
+            f"{counted(pauses.saves, 'save')} of {pauses.save:.2g} s, which aren't part of the "
+            "time; each validation counts as the best so far",
+        )
 
 
 def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -132,8 +149,8 @@ def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
 _NOT_MODELLED = [
     "Efficiency counts only the time that ranks wait for links. It leaves out slow ranks, networks",
     "that are shared or narrower than their adapters, kernels slowed down by NCCL's, validation,",
-    "checkpoints, and restarts. These grow with the number of devices: measure before you trust",
-    "a value near 100% for many.",
+    "saving (val+save), and restarts. These grow with the number of devices: measure before you",
+    "trust a value near 100% for many.",
 ]
 
 
@@ -187,7 +204,7 @@ def _time_head(plan: Plan) -> list[str]:
     exchange = "all-reduce" if plan.buckets else "gather+scatter"
     parts = ["compute", "optimizer", "data", exchange, "by", "exposed", "step"]
     price = [] if plan.rows[0].cost is None else ["cost"]
-    return [*batch, *parts, "tokens/s", "efficiency", "time", *price]
+    return [*batch, *parts, "tokens/s", "efficiency", "time", "val+save", *price]
 
 
 def _time_rows(plan: Plan) -> Iterator[list[str]]:
@@ -205,6 +222,7 @@ def _time_rows(plan: Plan) -> Iterator[list[str]]:
             f"{row.tokens_per_second:,.0f}",
             f"{row.efficiency:.1%}",
             span(row.seconds),
+            f"{row.pauses.share(row.seconds):.1%}",
             *cost,
         ]
 

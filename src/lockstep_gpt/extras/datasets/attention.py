@@ -79,6 +79,11 @@ def joined(edges: list[int], row: int) -> list[int]:
     return sizes
 
 
+def uses_blocks(is_cuda: bool, dropout: float, tokens: int) -> bool:
+    """Return whether FlexAttention runs: on GPUs, without dropout, for whole blocks of tokens."""
+    return is_cuda and not dropout and tokens % BLOCK == 0
+
+
 def token_mask(starts: Tensor) -> Tensor:
     """Return whether a query sees a key, (B, 1, T, T), for documents at `starts`, (B, T)."""
     places = torch.arange(starts.shape[1], device=starts.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Callback
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
@@ -17,6 +18,8 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.datamodule import TokenDataModule, data_place
 from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.attention_line import AttentionLine
+from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.past import (
     RULE,
@@ -194,8 +197,13 @@ def _log(trainer: Any, row: dict[str, float]) -> None:
         logger_of_run.log_metrics(row, trainer.global_step)
 
 
-def callbacks(config: Config, directory: RunDirectory, _rank: int, _terminal: Any) -> list[Sources]:
-    """Return the callback of a mixture."""
+def callbacks(
+    config: Config, directory: RunDirectory, _rank: int, _terminal: Any
+) -> list[Callback]:
+    """Return the callbacks of a mixture, and of documents that don't see each other."""
+    chosen: list[Callback] = []
     if isinstance(config.data, Mixture):
-        return [Sources(config, directory)]
-    return []
+        chosen.append(Sources(config, directory))
+    if DocumentSettings.of(config).mask:
+        chosen.append(AttentionLine(config))
+    return chosen

@@ -19,22 +19,32 @@ from lockstep_gpt.torch_patches import empty_buckets
 Numbers = npt.NDArray[Any]
 
 
-def average_like_ddp(ddp: DistributedDataParallel) -> None:
+def average_like_ddp(ddp: DistributedDataParallel, in_buckets: bool) -> None:
     """Average the gradients of an unsynchronized backward pass, bit for bit as DDP would.
 
-    This sums the same buckets in the same layout, after the same product with 1 / ranks. DDP
-    keeps its own buckets private, so these are copies: briefly one more copy of all gradients.
+    This sums the same buckets in the same layout. DDP keeps its own buckets private, so these are
+    copies: briefly one more copy of all gradients.
+
+    Args:
+        ddp: the wrapped model.
+        in_buckets: whether gradients are in DDP's buckets, and stay there. DDP divides them by the
+            number of ranks; it multiplies others by 1 / ranks, which may round differently.
     """
     ranks = dist.get_world_size(ddp.process_group)
     for bucket in empty_buckets(ddp):
         slots = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         for parameter, slot in slots:
-            if parameter.grad is not None:
+            if in_buckets:
+                torch.div(parameter.grad, ranks, out=slot)
+            elif parameter.grad is not None:
                 torch.mul(parameter.grad, 1 / ranks, out=slot)
         used = _used_anywhere([parameter for parameter, _ in slots], ddp)
         dist.all_reduce(bucket.buffer(), group=ddp.process_group)
         for (parameter, slot), is_used in zip(slots, used, strict=True):
-            parameter.grad = slot if is_used else None
+            if in_buckets:
+                parameter.grad.copy_(slot)
+            else:
+                parameter.grad = slot if is_used else None
 
 
 def _used_anywhere(parameters: Sequence[Tensor], ddp: DistributedDataParallel) -> list[bool]:

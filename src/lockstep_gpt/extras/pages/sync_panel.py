@@ -165,7 +165,7 @@ class SyncPanel(StepCallback):
         if self._parts is not None:
             self._parts.before_backward()
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """After the last micro-batch, read this rank's gradients, and average."""
         local_step = self._local_step
         if local_step is None:
@@ -176,7 +176,7 @@ class SyncPanel(StepCallback):
             return
         local_step.before = self._probe.gradients()
         if self._ddp is not None:
-            average_like_ddp(self._ddp)
+            average_like_ddp(self._ddp, pl_module.keeps_gradients)
             self._ddp.require_backward_grad_sync = True
             self._ddp.require_forward_param_sync = True  # as after a backward that averages
         local_step.weights = self._probe.weights()

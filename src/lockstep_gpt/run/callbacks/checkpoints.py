@@ -1,5 +1,7 @@
 """Saves the run: periodically, at its best, at its end, and when a signal stops it."""
 
+import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -27,6 +31,9 @@ class Checkpoints(StepCallback, Checkpoint):
     urgent: bool = field(default=False, init=False)  # if set, save after the next validation
     # Step of a kept checkpoint -> its validation loss.
     losses: dict[int, float] = field(default_factory=dict, init=False)
+    last_validated: int = field(default=0, init=False)  # step of the last save with a loss
+    first_started_at: float | None = field(default=None, init=False)  # clock at the first save
+    waits: list[float] = field(default_factory=list, init=False)  # of training, seconds per save
 
     def validates(self, trainer: Trainer) -> bool:
         """Return whether a validation follows the optimizer step that just ended."""
@@ -40,6 +47,45 @@ class Checkpoints(StepCallback, Checkpoint):
         every = self.config.checkpoint.every
         return step == self.total_steps or (every is not None and step % every == 0)
 
+    def is_best(self, step: int, loss: float) -> bool:
+        """Return whether the validation loss after `step` decides to save.
+
+        Early in a run, each validation is the best so far; saving each could cost more than a
+        tenth of the time.
+        """
+        best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
+        return loss in best and step - self.last_validated >= (self.config.checkpoint.every or 0)
+
+    def validations_after(self, step: int) -> int:
+        """Return how many validations follow optimizer step `step`, if it isn't the last."""
+        return self._due_after(step, self.config.val_every)
+
+    def saves_after(self, step: int) -> int:
+        """Return how many saves follow step `step`, if each validation is the best so far."""
+        every = self.config.checkpoint.every
+        val_every = self.config.val_every
+        keeps_best = self.config.checkpoint.keep_best > 0
+        if every is None:
+            return self._due_after(step, val_every if keeps_best else self.total_steps)
+        if not keeps_best:
+            return self._due_after(step, every)
+        # Both counts start anew where a periodic save falls on a validation.
+        cycle = math.lcm(every, val_every)
+        apart = val_every * math.ceil(every / val_every)  # steps between saves for their loss
+
+        def saves_until(last: int) -> int:
+            cycles, rest = divmod(last, cycle)
+            for_loss = cycles * (math.ceil(cycle / apart) - 1) + rest // apart
+            return last // every + for_loss
+
+        is_counted = self.total_steps % every == 0 or self.total_steps % cycle % apart == 0
+        return saves_until(self.total_steps) - saves_until(step) + (not is_counted)
+
+    def _due_after(self, step: int, every: int) -> int:
+        """Return how many steps after `step` are multiples of `every`, or the last."""
+        multiples = self.total_steps // every - step // every
+        return multiples + (self.total_steps % every > 0)
+
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
         """Save now only if no validation follows; else the saved state would mark it as done."""
         if step == self.total_steps:
@@ -52,9 +98,9 @@ class Checkpoints(StepCallback, Checkpoint):
         step = trainer.global_step
         loss = pl_module.val_loss
         assert loss is not None
-        best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
-        if self.urgent or trainer.should_stop or self.is_due(step) or loss in best:
+        if self.urgent or trainer.should_stop or self.is_due(step) or self.is_best(step, loss):
             self.losses[step] = loss
+            self.last_validated = step
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> Path:
@@ -62,9 +108,13 @@ class Checkpoints(StepCallback, Checkpoint):
         module: Any = trainer.lightning_module
         module.skipped.refuse_broken(trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
+        started_at = time.perf_counter()  # the device has finished the step: its count was read
+        if self.first_started_at is None:
+            self.first_started_at = started_at
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             self._prune(trainer, path)
+        self.waits.append(time.perf_counter() - started_at)
         return path
 
     def _prune(self, trainer: Trainer, new: Path) -> None:
@@ -99,14 +149,16 @@ class Checkpoints(StepCallback, Checkpoint):
         checkpoint.update(self.content, samples=samples, tokens=tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses of the kept checkpoints, which decide which is best."""
-        return {"losses": dict(self.losses)}
+        """Return what decides which validation is among the best, and which saves."""
+        return {"losses": dict(self.losses), "last_validated": self.last_validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the losses of checkpoints that still exist: rank 0 checks."""
         present = from_rank_zero([*map(files.step_of, files.checkpoints_in(self.folder))])
         losses = state_dict["losses"]
         self.losses = {step: loss for step, loss in losses.items() if step in present}
+        # Earlier versions saved only the losses.
+        self.last_validated = state_dict.get("last_validated", max(losses, default=0))
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -114,17 +166,33 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Args:
         directory: the run, which remembers that it has saved checkpoints; None: there is none.
+        hashes: adds the hash of the weights to each checkpoint; None: checkpoints have none.
     """
 
-    def __init__(self, directory: RunDirectory | None = None) -> None:
+    def __init__(
+        self, directory: RunDirectory | None = None, hashes: WeightHashes | None = None
+    ) -> None:
         self.directory = directory
+        self.hashes = hashes
+        self.first_written_at: float | None = None  # clock when a first checkpoint was complete
+        # What the ranks resume from, which one rank of each machine has read and verified.
+        self.verified: VerifiedCheckpoint | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
-        path = Path(path)
-        files.write_checkpoint(checkpoint, path, storage_options)
+        self._save(checkpoint, Path(path), storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
+        self._write(checkpoint, path, others)
+        if self.first_written_at is None:
+            self.first_written_at = time.perf_counter()
+
+    def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
+        if self.hashes is not None:
+            checkpoint = self.hashes.added_to(checkpoint)
+        files.write_checkpoint(checkpoint, path, others)
         if self.directory is not None and path.parent == self.directory.checkpoints:
             self.directory.note_save()
 
@@ -137,11 +205,21 @@ class AtomicCheckpointIO(CheckpointIO):
         files.remove_checkpoint(Path(path))
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+        self,
+        path: Any,
+        map_location: Any = "cpu",
+        weights_only: bool | None = True,
+        whole: bool = True,
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path` if it matches its SHA-256."""
+        """Return the checkpoint at `path` if it matches its SHA-256, or is the verified one.
+
+        If not `whole`, tensors in parts are `SavedShards`.
+        """
         assert weights_only is not False, "a checkpoint is never unpickled"
-        return files.read_checkpoint(Path(path), map_location)
+        verified = self.verified
+        if verified is None or verified.path != Path(path):
+            verified = files.verify_named(Path(path))
+        return files.read_verified(verified, map_location, whole)
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""

@@ -4,24 +4,26 @@ import hashlib
 from typing import Any
 
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback
 
 
 class WeightHashes(Callback):
-    """Keeps the hashes of a run in every checkpoint and in the summary."""
+    """Keeps the hashes of a run, which what writes checkpoints adds to each, for the summary."""
 
     def __init__(self) -> None:
         # Step of each checkpoint ever saved -> hash.
         self.weights: dict[int, str] = {}
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Add the hash of this checkpoint, if it contains the whole model."""
-        if not trainer.is_global_zero:
-            return
+    def added_to(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return `checkpoint` with its own hash and all earlier ones, if it has the whole model.
+
+        This takes seconds for a large model: in background, the thread that writes calls it.
+        """
         sha256 = digest(checkpoint["state_dict"])
-        if sha256 is not None:
-            self.weights[trainer.global_step] = sha256
-            checkpoint["weights"] = dict(self.weights)
+        if sha256 is None:
+            return checkpoint
+        self.weights = {**self.weights, checkpoint["global_step"]: sha256}
+        return {**checkpoint, "weights": self.weights}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Restore the hashes of earlier parts of the run."""

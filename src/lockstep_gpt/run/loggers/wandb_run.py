@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import WandbLogger
 import lockstep_gpt
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import tool
-from lockstep_gpt.run.checkpoint import files_of
+from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id

@@ -1,0 +1,91 @@
+"""Stage A: does it work? If something fails here, mend it first, and run A again."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+
+from measuring import ROOT, Failure, Job, Measurement, Skip, Stage
+from runs import COMMAND, command, measure_speed, new_folder, smoke
+
+GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it
+
+
+def smoke_through_warm_forks(job: Job) -> None:
+    """Run the smallest experiment as users do: an agent starts the ranks.
+
+    An error "Cannot re-initialize CUDA in forked subprocess" means that an import has initialized
+    CUDA in the process that ranks are forks of; `warm.enabled=false` avoids it.
+    """
+    run = smoke(job, "trainer.devices=1")
+    job.say(f"val_loss {run.summary['val_loss']:.4f}", notes=run.receipt("devices", "strategy"))
+
+
+def ddp_at_world_size_one(job: Job) -> None:
+    """Run DDP and its process group on one device."""
+    backend = "+callbacks.backend._target_=callbacks.Backend"
+    run = smoke(job, "trainer.devices=1", "strategy=ddp", backend)
+    job.say(f"val_loss {run.summary['val_loss']:.4f}", notes=checked_backend(job, run.output))
+
+
+def torchrun_with_one_rank(job: Job) -> None:
+    """Join torchrun, which must not change the backend."""
+    folder = new_folder(job)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1")
+    words = ("experiment=smoke", "callbacks.sample=null", "strategy=ddp")
+    backend = "+callbacks.backend._target_=callbacks.Backend"
+    output = job.run(command(job, folder, *words, backend, launcher=torchrun))
+    job.say(checked_backend(job, output))
+
+
+def checked_backend(job: Job, output: str) -> str:
+    """Return what `callbacks.Backend` has printed, unless ranks use another backend than NCCL."""
+    expected = "gloo" if job.hour.dry else "nccl"
+    match = re.search(r"^backend (\S+), .*$", output, re.MULTILINE)
+    if match is None or match[1] != expected:
+        used = match[0] if match else "no backend was printed"
+        raise Failure(f"{used}; expected {expected}")
+    return match[0]
+
+
+def tests_of_gpus(job: Job) -> None:
+    """Run the project's own tests that need a GPU; without one, they skip themselves."""
+    if importlib.util.find_spec("pytest") is None:
+        raise Skip("needs pytest")
+    before = GPU_REPORT.stat().st_size if GPU_REPORT.is_file() else 0
+    words = ["-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    folder = f"--basetemp={job.hour.out / 'pytest'}"
+    but_speed = ("-k", "not as_fast_as")  # stage C measures it
+    output = job.run([sys.executable, "-m", "pytest", *words, folder, *but_speed])
+    measured = ""
+    if GPU_REPORT.is_file():
+        measured = GPU_REPORT.read_text("utf-8")[before:]
+    job.say(output.strip().splitlines()[-1], folded=measured)
+
+
+def doctor(job: Job) -> None:
+    """Measure the machine: products, memory, links."""
+    profile = job.hour.out / "profile.json"
+    words = [f"trainer={job.hour.trainer}", "precision=bf16-mixed", "experiment=smoke"]
+    words += ["batch.global_size=512", f"data.root={job.hour.out / 'data'}"]  # for any devices
+    flags = ["--save-profile", profile]
+    output = job.run([*COMMAND, "doctor", *words, f"run_dir={job.folder()}", *flags])
+    lines = output.strip().splitlines()
+    job.say(lines[-1], notes="saved in profile.json", folded=output)
+
+
+STAGE = Stage(
+    "A",
+    "Does it work?",
+    570,
+    [
+        Measurement("smoke run, ranks from warm forks", 90, smoke_through_warm_forks),
+        Measurement("DDP at world size 1", 90, ddp_at_world_size_one),
+        Measurement("torchrun, 1 rank, default backend", 90, torchrun_with_one_rank),
+        # The claim itself, early: the whole recipe's step.
+        Measurement("gpt2_124m", 200, measure_speed("experiment=gpt2_124m")),
+        Measurement("pytest -m gpu", 400, tests_of_gpus),
+        Measurement("doctor", 90, doctor),
+    ],
+)

@@ -1,0 +1,233 @@
+"""The hour with a GPU, as a dry run: each measurement for real, with tiny shapes, on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import from_container
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "first_hour"
+LIST = """
+import json, run
+print(json.dumps({letter: [each.name for each in stage.measurements]
+                  for letter, stage in run.STAGES.items()}))
+"""
+# What a CPU cannot do, or this project lacks; all else must be measured.
+MISSING = {
+    "loops": "nanoGPT: needs --nanogpt FOLDER|needs scripts/benchmark.py",
+    "doctor": "needs the extra cluster",
+    "documents apart": "needs the extra datasets",
+    "memory of 1.3 billion parameters": "needs the extra cluster",
+    "16-mixed": "needs a GPU",
+    "SyncBatchNorm": "needs GPUs",
+    "modern_124m, fsdp2": "does not work with strategy=fsdp2",
+}
+OF_EXTRAS = re.compile("needs the extra")
+# What a run would have left, for measurements that go on with its figures.
+SUMMARY = {
+    "status": "done",
+    "step": 1,
+    "peak_memory_gb": 1.0,
+    "first_step_seconds": 1.0,
+    "train_loss": 1.0,
+    "val_loss": 1.0,
+    "wall_seconds": 1.0,
+    "weights": {"20": "a hash"},
+}
+METRICS = "train/loss,throughput/tokens_per_second\n1,1\n1,1\n"
+PRINTED = """\
+rank 1 was killed by SIGKILL; restarting all ranks
+{"rows": [{"memory": {"weights": 1}}]}
+"""
+# Measurements that end in each way, on a stage of a few seconds.
+LIMITS = """
+import sys
+from pathlib import Path
+from measuring import Hour, Measurement, Stage
+from report import Report
+
+def program(text, status=0):
+    return lambda job: job.run([sys.executable, "-uc", f"{text}; raise SystemExit({status})"])
+
+def divide(job):
+    1 / 0
+
+SLOW = "import time; print('row | early | 1 | 2'); print('row | un', end=''); time.sleep(60)"
+out = Path(sys.argv[1])
+stage = Stage("A", "Ends", 60, [
+    Measurement("good", 50, program("print('row | one | 5 ms')")),
+    Measurement("slow", 18, program(SLOW)),
+    Measurement("broken", 50, divide),
+    Measurement("ended", 50, program("print('before'); print('the cause')", 3)),
+    Measurement("unsupported", 50, program("print('x=1 does not work with y')", 2)),
+    Measurement("of an extra", 50, program("print('needs the extra some (what)')", 2)),
+])
+report = Report(out, {"A": "Ends"}, {"devices": "a test"}, dry=False)
+hour = Hour(out, report, dry=False, devices=2, seconds=float(sys.argv[2]))
+stage.run(hour, *sys.argv[3:])
+"""
+
+
+def measured(folder: Path, stage: str = "A") -> list[dict[str, object]]:
+    return list(json.loads((folder / "results.json").read_text())["rows"][stage])
+
+
+def clean(environment: dict[str, str]) -> dict[str, str]:
+    names = ("PYTEST_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return {**kept, **environment}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", "ABCDE")
+def test_a_stage_measures_everything(stage, tmp_path, python_of_forks):
+    listing = [sys.executable, "-c", LIST]
+    names = json.loads(subprocess.check_output(listing, cwd=FOLDER, text=True))[stage]
+    words = [python_of_forks, FOLDER / "run.py", stage, "--dry", "--out", tmp_path]
+    # Without limits: on a busy machine, all takes longer.
+    words += ["--seconds", "3000"]
+    done = subprocess.run(
+        words, env=clean({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, check=False
+    )
+    report = (tmp_path / "report.md").read_text()
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{report}"
+    rows = measured(tmp_path, stage)
+    assert list(dict.fromkeys(row["measurement"] for row in rows)) == names
+    for row in rows:
+        if row["status"] != "ok":
+            assert re.search(MISSING[row["measurement"]], row["result"]), row
+        assert f"| {row['name']} | " in report
+    assert "| fact | |" in report
+    assert f"torch {torch.__version__}" in report
+    assert f"\n## {stage}. " in report
+    assert not [*tmp_path.glob("runs/B-*/checkpoints")]  # many GB on a GPU
+
+
+def end_in_each_way(folder: Path, *words: str) -> str:
+    words = ("-c", LIMITS, str(folder), *words)
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=clean({"PYTHONPATH": str(FOLDER)}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_no_measurement_ends_or_outlasts_its_stage(tmp_path):
+    end_in_each_way(tmp_path, "60")
+    rows = {row["name"]: (row["status"], row["result"]) for row in measured(tmp_path)}
+    assert re.fullmatch(r"after 1[89] s|after 2\d s", rows.pop("slow")[1])
+    assert rows == {
+        "good: one": ("ok", "5 ms"),
+        "slow: early": ("ok", "1 | 2"),  # what was printed before the end stays
+        "broken": ("FAILED", "ZeroDivisionError: division by zero"),
+        "ended": ("FAILED", "exit status 3: the cause"),
+        "unsupported": ("refused", "x=1 does not work with y"),
+        "of an extra": ("skipped", "needs the extra some (what)"),
+    }
+    report = (tmp_path / "report.md").read_text()
+    assert "FAILED: broken, ended; cut off: slow; refused: unsupported; skipped: of an" in report
+    assert r"| slow: early | 1 \| 2 |" in report
+    folded = re.search("<details><summary>ended</summary>(.*?)</details>", report, re.DOTALL)
+    assert "before\nthe cause" in folded[1]
+
+
+def test_a_stage_ends_in_time_and_a_row_can_be_measured_again(tmp_path):
+    end_in_each_way(tmp_path, "1")
+    assert {row["status"] for row in measured(tmp_path)} == {"cut off"}
+    end_in_each_way(tmp_path, "60", "good")
+    statuses = {row["name"]: row["status"] for row in measured(tmp_path)}
+    assert len(statuses) == 6
+    assert statuses.pop("good: one") == "ok"
+    assert {*statuses.values()} == {"cut off"}
+
+
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Return the words of all processes that the hour starts on eight GPUs; none is started."""
+    monkeypatch.syspath_prepend(FOLDER)
+    before = set(sys.modules)
+    import measuring
+    import report
+    import run
+
+    words = []
+
+    class Done:
+        returncode = 0
+
+        def poll(self):
+            return 0
+
+        def terminate(self):
+            pass
+
+    @contextlib.contextmanager
+    def record(_job, command, **_environment):
+        words.append([str(word) for word in command])
+        for word in words[-1]:
+            if word.startswith("run_dir="):
+                folder = Path(word.partition("=")[2])
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "summary.json").write_text(json.dumps(SUMMARY))
+                (folder / "metrics.csv").write_text(METRICS)
+        yield Done()
+
+    monkeypatch.setattr(measuring.Job, "started", record)
+    monkeypatch.setattr(measuring.Job, "output", lambda _: PRINTED)
+    pages = report.Report(tmp_path, dict.fromkeys(run.STAGES, ""), {"devices": "8"}, False)
+    hour = measuring.Hour(tmp_path, pages, dry=False, devices=8)
+    for stage in run.STAGES.values():
+        stage.run(hour)
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    return words
+
+
+def test_the_commands_for_gpus_compose_and_their_batches_divide(recorded, capsys):
+    """Dry runs replace the shapes; so this checks the real ones."""
+    trains = 0
+    for words in recorded:
+        if "lockstep_gpt" not in words or "resume=auto" in words:
+            continue
+        launched = [word for word in words if word.startswith("--nproc_per_node=")]
+        arguments = words[words.index("lockstep_gpt") + 1 :]
+        settings = [word for word in arguments[1:] if re.match(r"\+?[a-z]\S*=", word)]
+        if cli.main(["train", *settings, "--cfg", "job"]) != 0:
+            assert OF_EXTRAS.search(capsys.readouterr().err), words
+            continue
+        config = from_container(yaml.safe_load(capsys.readouterr().out))
+        if arguments[0] != "train":
+            continue
+        devices = config.trainer["devices"]
+        if launched:
+            devices = int(launched[0].partition("=")[2])
+        elif devices == "auto":
+            devices = 8
+        batch = plan_batch(config.batch, config.model.block_size, devices, 1)
+        assert plan_schedule(config, batch).total_steps == config.max_steps
+        trains += 1
+    assert trains > 35
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path):
+    words = [sys.executable, FOLDER / "run.py", "--out", tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    line = "run.py: torch finds no GPU; --dry tests the measurements on a CPU\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
