@@ -7,7 +7,7 @@ or to save faster, each rank writes its own part, and the reader joins the parts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -197,7 +197,7 @@ class ShardedStrategy(ModelParallelStrategy):
         groups = optimizer.param_groups
         weights = [weight for group in groups for weight in group["params"]]
         by_number = {
-            number: gathered(state, self._join_of(self._names[weights[number]]))
+            number: gathered(state, self.tensor_part(weights[number]))
             for number, state in cast(dict[int, Any], states["state"]).items()
         }
         return {**states, "state": by_number}
@@ -275,14 +275,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def _gathered_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return weights by name, whole on rank 0; every rank must call this."""
-        return {name: gathered(weight, self._join_of(name)) for name, weight in weights.items()}
-
-    def _join_of(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return what makes the whole of this rank's part of the weight `name`."""
-        part = self._part_of(name)
-        if part is None:
-            return lambda whole: whole
-        return part.whole
+        return {name: gathered(weight, self._part_of(name)) for name, weight in weights.items()}
 
     def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
         """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
