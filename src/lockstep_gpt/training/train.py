@@ -116,10 +116,7 @@ def assemble(
     torch.manual_seed(config.seed)
 
     # Data and model.
-    block_size = config.model.block_size
-    batch = plan_batch(
-        config.batch, block_size, ranks.local_world_size, ranks.num_nodes, config.tensor_parallel
-    )
+    batch = batch_of(config, ranks)
     schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
     module = GPTModule(config, schedule, tokenizer_of(data))
@@ -157,6 +154,12 @@ def assemble(
     return Training(
         directory, ranks.rank, kernels, batch, data, module, resume, metrics, metrics_file, trainer
     )
+
+
+def batch_of(config: Config, ranks: Ranks) -> BatchPlan:
+    """Return how the run's batch is spread over `ranks`."""
+    places = (ranks.local_world_size, ranks.num_nodes)
+    return plan_batch(config.batch, config.model.block_size, *places, config.tensor_parallel)
 
 
 def announce(training: Training) -> None:
