@@ -213,10 +213,13 @@ def test_a_checkpoint_in_parts_of_shards_resumes_on_split_ranks(command, continu
 # Everything at once: both models, dropout, accumulation, clipping, recomputed blocks.
 ALL = ("max_steps=50", "val_every=25", "batch.micro_size=2", "model.dropout=0.1", "model.n_head=4")
 ALL = (*ALL, "optim.clip_norm=0.5", "callbacks.sample=null")
+MUON = ("optim=muon", "optim.lr=3e-3", "optim.weight_decay=0.1")
 MODELS = {
     "gpt": ("model.activation_checkpointing=true",),
     "modern": ("model=modern_1b", "model.block_size=32", "model.n_layer=2", "model.n_embd=32",
                "model.n_kv_head=2", "model.ngram_rows=64"),
+    "modern-muon": ("model.architecture=modern", "model.bias=false", *MUON),
+    "gpt-muon": MUON,
 }  # fmt: skip
 
 
@@ -225,10 +228,22 @@ def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model)
     words = (*ALL, *MODELS[model])
     command.train(*words, "trainer=cpu", "trainer.devices=1", "verbosity=quiet", "run_dir=one")
     command.train(*words, *FOUR, "run_dir=four")
-    assert losses(command, "four") == pytest.approx(losses(command, "one"), abs=1e-5)
+    # Muon orthogonalizes: it amplifies the rounding of gradients in small directions.
+    tolerance = 1e-4 if "optim=muon" in words else 1e-5
+    assert losses(command, "four") == pytest.approx(losses(command, "one"), abs=tolerance)
     one, four = (norms(command.folder / run) for run in ("one", "four"))
     assert max(one) > 0.5  # clipped
     assert four == pytest.approx(one, rel=1e-3)
+
+
+def test_a_split_run_with_muon_resumes_as_one_device_s(command):
+    words = (*MODELS["modern-muon"], "checkpoint.every=10", "checkpoint.keep_last=3")
+    command.train(*words, *TWO, "run_dir=two")
+    resume = f"resume={command.folder / 'two/checkpoints/step=000010.ckpt'}"
+    command.train(*words, resume, "trainer=cpu", "trainer.devices=1", "run_dir=one")
+    command.train(*words, resume, *FOUR, "run_dir=four")
+    for run in ("one", "four"):
+        assert losses(command, run) == pytest.approx(losses(command, "two"), abs=2e-5)
 
 
 def test_bfloat16_comes_close(command):
@@ -271,7 +286,6 @@ BAD = {
     "model.architecture=functional": "model.architecture=functional works with gpt or modern only",
     "strategy.tensor_parallel=0": "strategy.tensor_parallel=0 must be a whole number from 1 on",
     "strategy.save_parts=true": "save_parts=true does not work with strategy.tensor_parallel=2",
-    "optim=muon": "optim.algorithm=muon does not work with strategy.tensor_parallel=2; set",
     "batch.exact_micro_size=2": "strategy=ddp",
 }
 

@@ -7,9 +7,9 @@ or to save faster, each rank writes its own part, and the reader joins the parts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from lockstep_gpt.distributed.sharded_states import (
     without_shares,
 )
 from lockstep_gpt.distributed.tensor_parallel import split_model
-from lockstep_gpt.distributed.tensor_splits import TensorRanks, split_of
+from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
@@ -161,6 +161,10 @@ class ShardedStrategy(ModelParallelStrategy):
         copy.load_state_dict(weights)
         return copy
 
+    def tensor_part(self, weight: nn.Parameter) -> TensorPart | None:
+        """Return which part this rank has of `weight`, before it is sharded; None: all of it."""
+        return self._part_of(self._names[weight])
+
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
         """Return the norm of the weights' gradients, as a DTensor like these.
 
@@ -168,9 +172,8 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         if self._tensor_ranks is None:
             return norm_of_gradients(weights)
-        names = self._names
-        of_parts = [weight for weight in weights if split_of(names[weight])]
-        of_wholes = [weight for weight in weights if not split_of(names[weight])]
+        of_parts = [weight for weight in weights if self.tensor_part(weight)]
+        of_wholes = [weight for weight in weights if not self.tensor_part(weight)]
         square = self.whole_norm(norm_of_gradients(of_parts)).square()
         square = self._tensor_ranks.sum_of(square)
         square += self.whole_norm(norm_of_gradients(of_wholes)).square()
@@ -196,7 +199,7 @@ class ShardedStrategy(ModelParallelStrategy):
         groups = optimizer.param_groups
         weights = [weight for group in groups for weight in group["params"]]
         by_number = {
-            number: gathered(state, self._join_of(self._names[weights[number]]))
+            number: gathered(state, self.tensor_part(weights[number]))
             for number, state in cast(dict[int, Any], states["state"]).items()
         }
         return {**states, "state": by_number}
@@ -274,22 +277,21 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def _gathered_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return weights by name, whole on rank 0; every rank must call this."""
-        return {name: gathered(weight, self._join_of(name)) for name, weight in weights.items()}
-
-    def _join_of(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return what makes the whole of a tensor rank's part of the weight `name`."""
-        split = split_of(name)
-        if self._tensor_ranks is None or split is None:
-            return lambda part: part
-        return partial(split.whole, ranks=self._tensor_ranks)
+        return {name: gathered(weight, self._part_of(name)) for name, weight in weights.items()}
 
     def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
         """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
-        split = split_of(name)
+        part = self._part_of(name)
         shape: Any = getattr(value, "shape", None)  # of a step count: empty
-        if self._tensor_ranks is not None and split is not None and shape:
-            value = split.part(value[:], self._tensor_ranks)  # also of slices in several files
+        if part is not None and shape:
+            value = part.of(value[:])  # also of slices in several files
         return share_of(value, place)
+
+    def _part_of(self, name: str) -> TensorPart | None:
+        split = split_of(name)
+        if self._tensor_ranks is None or split is None:
+            return None
+        return TensorPart(split, self._tensor_ranks)
 
 
 def part_path(path: Path, rank: int, world_size: int) -> Path:

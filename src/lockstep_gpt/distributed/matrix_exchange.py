@@ -94,14 +94,15 @@ class MatrixExchange:
     def apply(
         self,
         shards_of: Callable[[list[int]], list[Tensor]],
-        function: Callable[[Tensor], Tensor],
+        function: Callable[[int, Tensor], Tensor],
     ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Yield the numbers of each round's matrices, and this rank's shards of their results.
 
         Args:
             shards_of: returns this rank's shards, (its rows, columns), of the matrices with these
                 numbers. All matrices have one dtype. The calls are up to two rounds ahead.
-            function: returns a result of the shape and dtype of its matrix, (1, rows, columns).
+            function: returns a result of the shape and dtype of its matrix, (1, rows, columns),
+                given the number of the matrix and the matrix.
         """
         gathers = one_ahead(self._gather(owned, shards_of) for owned in self._rounds)
         scatters = one_ahead(self._scatter(gather, function) for gather in gathers)
@@ -116,12 +117,13 @@ class MatrixExchange:
         sent = torch.cat([shard.reshape(-1) for shard in shards])
         return self._start(owned, sent, self._shard_sizes(owned), self._matrix_sizes(owned))
 
-    def _scatter(self, gather: Transfer, function: Callable[[Tensor], Tensor]) -> Transfer:
+    def _scatter(self, gather: Transfer, function: Callable[[int, Tensor], Tensor]) -> Transfer:
         """Wait for this rank's matrix, and start sending the shards of its result to all ranks."""
         owned = gather.owned
         result = gather.wait()
         if self._rank in owned:
-            result = function(result.view(1, *self._shapes[owned[self._rank]]))
+            number = owned[self._rank]
+            result = function(number, result.view(1, *self._shapes[number]))
         sizes = self._matrix_sizes(owned)
         return self._start(owned, result.reshape(-1), sizes, self._shard_sizes(owned))
 

@@ -6,26 +6,30 @@ A state is nested dicts and lists of tensors and plain values. A shard is a `DTe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lockstep_gpt.distributed.tensor_splits import TensorPart
 
-def gathered(states: Any, join: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
+
+def gathered(states: Any, part: TensorPart | None = None) -> Any:
     """Make every shard in nested containers whole, in host memory and only on rank 0.
 
-    Every rank must call this; ranks other than 0 keep their shards. If the shards are those of a
-    part, `join` returns the whole of it.
+    Every rank must call this; ranks other than 0 keep their shards. If the shards are those of
+    a tensor rank's part of a weight, the result is the whole.
     """
     if isinstance(states, dict):
-        return {name: gathered(state, join) for name, state in states.items()}
+        return {name: gathered(state, part) for name, state in states.items()}
     if isinstance(states, list):
-        return [gathered(state, join) for state in states]
+        return [gathered(state, part) for state in states]
     if not isinstance(states, DTensor):
         return states
-    tensor = join(states.full_tensor())
+    tensor = states.full_tensor()
+    if part is not None:
+        tensor = part.whole(tensor)
     if states.device_mesh.get_rank() == 0:
         return tensor.cpu()
     return states

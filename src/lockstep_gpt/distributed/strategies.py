@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
+from lockstep_gpt.distributed.tensor_splits import TensorPart
 
 
 @runtime_checkable
@@ -25,6 +26,9 @@ class ModelLayout(Protocol):
 
     def whole_model(self, model: nn.Module) -> nn.Module | None:
         """Return all of the model on rank 0, None elsewhere; every rank must call this."""
+
+    def tensor_part(self, weight: nn.Parameter) -> TensorPart | None:
+        """Return which part this rank has of `weight`, apart from sharding; None: all of it."""
 
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
         """Return the norm of all weights' gradients, by which this rank's can be clipped."""
@@ -46,6 +50,9 @@ class WholeModels:
     def whole_model(self, model: nn.Module) -> nn.Module:
         """Return the model."""
         return model
+
+    def tensor_part(self, weight: nn.Parameter) -> None:
+        """Return None."""
 
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
         """Return the norm of the weights' gradients."""

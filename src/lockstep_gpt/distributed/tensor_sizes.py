@@ -40,9 +40,6 @@ def refuse_unsplittable(config: Config) -> None:
     for name, count in counts.items():
         check(SETTING, size, count % size == 0, f"does not divide {name}; use {either(possible)}")
     remedy = f"does not work with {SETTING}={size}; set"
-    algorithm = config.optim.algorithm
-    rule = f"{remedy} optim=adamw, or {SETTING}=1"
-    check("optim.algorithm", algorithm, algorithm == "adamw", rule)
     save_parts = config.strategy.get("save_parts", False)
     check("strategy.save_parts", save_parts, not save_parts, f"{remedy} one of them to its default")
 

@@ -66,6 +66,28 @@ class Split:
         return weight.view(*shape[: self.dim], self.groups, -1, *shape[self.dim + 1 :])
 
 
+@dataclass(frozen=True)
+class TensorPart:
+    """What this rank has of one weight."""
+
+    split: Split
+    ranks: TensorRanks
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that has the weight's shape."""
+        return self.split.part(whole, self.ranks)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the tensor of all ranks' parts; every rank of the group must call this."""
+        return self.split.whole(part, self.ranks)
+
+    def whole_shape(self, shape: torch.Size) -> torch.Size:
+        """Return the weight's shape, of which `shape` is that of a part."""
+        sizes = [*shape]
+        sizes[self.split.dim] *= self.ranks.size
+        return torch.Size(sizes)
+
+
 # The last part of a layer's name -> how its weight is split.
 SPLITS = {
     "token_embedding": Split(0),

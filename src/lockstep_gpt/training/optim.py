@@ -64,7 +64,7 @@ def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config
     one_by_one = is_exact and config.trainer["accelerator"] == "cuda"
     placement: MatrixPlacement = ReplicatedMatrices(compiled, one_by_one)
     if not layout.has_replicas:
-        placement = ShardedMatrices(compiled)
+        placement = ShardedMatrices(compiled, layout.tensor_part)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         placement = OwnedMatrices(optimizer.matrices, compiled, one_by_one)
     optimizer.placement = placement

@@ -5,7 +5,7 @@ orthogonalized, a matrix's shards meet on one rank, in the type of the products,
 the result return: updates are exactly those of a single device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.distributed.matrix_exchange import MatrixExchange
+from lockstep_gpt.distributed.tensor_splits import TensorPart
 from lockstep_gpt.torch_patches import compiled_for_each_shape
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import (
     Rates,
     add_updates,
-    by_shape,
     gradients_of,
     nesterov_gradients,
 )
@@ -28,11 +28,20 @@ from lockstep_gpt.training.orthogonalization import flops_of, orthogonalized
 class ShardedMatrices:
     """For matrices that are `DTensor`s, sharded by rows over all ranks of their mesh.
 
+    If tensor ranks split the matrices first, what meets on a rank is its part. The ranks that have
+    the parts of a matrix then exchange them, and each computes with the whole.
+
     Args:
         compiled: compute what is between two exchanges in one compiled function.
+        part_of: returns which part of a matrix is sharded; None: all of it.
     """
 
-    def __init__(self, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        compiled: bool = False,
+        part_of: Callable[[Any], TensorPart | None] = lambda _: None,
+    ) -> None:
+        self._part_of = part_of
         self._directions_of = directions_of
         self._orthogonalized = orthogonalized
         self._add_updates = add_updates
@@ -54,7 +63,7 @@ class ShardedMatrices:
         """Update this rank's shards, a few matrices at a time; see `MatrixExchange`."""
         sharded: Any = matrices[0]
         shapes = [matrix.shape for matrix in matrices]
-        costs = [flops_of(shape) for shape in shapes]
+        costs = [flops_of(self._whole_shape(matrix)) for matrix in matrices]
         exchange = MatrixExchange(shapes, costs, sharded.device_mesh.get_group())
         dtype = orthogonalization.product_type(sharded.device)
         rates_of = cache(rates_of)
@@ -62,22 +71,36 @@ class ShardedMatrices:
         def send(numbers: list[int]) -> list[Tensor]:
             chosen = [matrices[number] for number in numbers]
             directions: dict[Tensor, Tensor] = {}
-            for shape, weights in by_shape(chosen):
+            for shape, weights in self._by_shapes(chosen):
                 averages = shards_of([momenta[weight] for weight in weights])
                 gradients = shards_of(gradients_of(weights))
                 stacked = self._directions_of(gradients, averages, rates_of(shape), dtype)
                 directions |= zip(weights, stacked, strict=True)
             return [directions[weight] for weight in chosen]
 
-        def orthogonalize(matrix: Tensor) -> Tensor:
-            return self._orthogonalized(matrix, dtype)
+        def orthogonalize(number: int, matrix: Tensor) -> Tensor:
+            part = self._part_of(matrices[number])
+            if part is None:
+                return self._orthogonalized(matrix, dtype)
+            whole = part.whole(matrix[0])
+            return part.of(self._orthogonalized(whole[None], dtype)[0])
 
         for numbers, results in exchange.apply(send, orthogonalize):
             chosen = [matrices[number] for number in numbers]
             updates = dict(zip(chosen, results, strict=True))
-            for shape, weights in by_shape(chosen):
+            for shape, weights in self._by_shapes(chosen):
                 stacked = torch.stack([updates[weight] for weight in weights])
                 self._add_updates(shards_of(weights), stacked, rates_of(shape))
+
+    def _whole_shape(self, matrix: Tensor) -> torch.Size:
+        part = self._part_of(matrix)
+        return matrix.shape if part is None else part.whole_shape(matrix.shape)
+
+    def _by_shapes(self, matrices: Sequence[Tensor]) -> Iterator[tuple[torch.Size, list[Tensor]]]:
+        """Yield each shape of whole matrices, and those with that shape and equal parts."""
+        shapes = {matrix: (self._whole_shape(matrix), matrix.shape) for matrix in matrices}
+        for both in dict.fromkeys(shapes.values()):
+            yield both[0], [matrix for matrix in matrices if shapes[matrix] == both]
 
     def whole_momenta(
         self,

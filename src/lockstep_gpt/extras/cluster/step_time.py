@@ -200,8 +200,9 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         algorithm = ""
         exposed = 0.0
     elif work.sharing:
-        exchange, exposed = _sharded(work.sharing, *data_ranks(batch, hardware), micro_step)
-        matrices = _exchanged_matrices(work.sharing, batch, hardware)
+        ranks, links = data_ranks(batch, hardware)
+        exchange, exposed = _sharded(work.sharing, ranks, links, micro_step)
+        matrices = _exchanged_matrices(work.sharing, ranks, links)
         exchange += matrices
         exposed += matrices
         algorithm = RING
@@ -209,7 +210,9 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
             sums = batch.accumulation * tensor_seconds(tokens * work.tensor_sums, batch, hardware)
             exchange += sums
             exposed += sums  # nothing is computed meanwhile
-        update /= batch.world_size
+        update = ledger.of(UPDATE).seconds(hardware) / batch.world_size
+        # Each tensor rank orthogonalizes whole matrices.
+        update += ledger.of(MUON).seconds(hardware) / batch.data_parallel
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
         if work.ownership:
