@@ -40,7 +40,7 @@ def main() -> int:
     """Run the stages that the command line names, and return the exit status."""
     options = parse_options()
     if importlib.util.find_spec("lockstep_gpt") is None:
-        refuse(f"{sys.executable} cannot import lockstep_gpt; use the project's environment")
+        refuse(f"{sys.executable} lacks lockstep_gpt; use the project's environment")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     titles = {letter: stage.title for letter, stage in STAGES.items()}

@@ -9,7 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep_gpt.distributed.sharded_states import share_of
-from lockstep_gpt.run.checkpoint import checkpoint_path, newest_valid, read_checkpoint, size_of
+from lockstep_gpt.run.checkpoint import (
+    checkpoint_path,
+    newest_valid,
+    read_checkpoint,
+    size_of,
+)
 from lockstep_gpt.run.checkpoint_content import SavedShards
 from lockstep_gpt.run.checkpoint_sums import fault_of, files_of
 

@@ -6,7 +6,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.distributed.matrix_exchange import MatrixExchange, plan_rounds, rows_of_ranks
+from lockstep_gpt.distributed.matrix_exchange import (
+    MatrixExchange,
+    plan_rounds,
+    rows_of_ranks,
+)
 
 SHAPES = [(16, 16), (48, 16), (7, 33), (64, 16), (16, 16), (1, 40), (33, 7), (3, 3), (16, 16)]
 costs = st.lists(st.integers(1, 1000), max_size=40)

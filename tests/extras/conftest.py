@@ -117,7 +117,8 @@ def module_of() -> Callable[..., TokenDataModule]:
             target_masks=source.target_masks(from_dict(load_index(folder).tokenizer)),
         )
         device = SimpleNamespace(root_device=torch.device("cpu"))
-        places = {"global_rank": rank, "world_size": world, "global_step": 0, "max_steps": 100}
+        places = {"global_step": 0, "max_steps": 100}
+        places["distributed_sampler_kwargs"] = {"rank": rank, "num_replicas": world}
         stages = dict.fromkeys(("validating", "sanity_checking", "testing"), False)
         module.trainer = SimpleNamespace(strategy=device, **places, **stages)
         module.resume_at(0, samples)

@@ -12,7 +12,12 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.checkpoint_content import CheckpointError
-from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint, files_of, sum_path, verify
+from lockstep_gpt.run.checkpoint_sums import (
+    VerifiedCheckpoint,
+    files_of,
+    sum_path,
+    verify,
+)
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,11 @@ from lockstep_gpt.run.resuming import (
     refuse_other_weights,
     rescale_batch_progress,
 )
-from lockstep_gpt.training.optim import build_optimizer, copy_restored_state, place_matrices
+from lockstep_gpt.training.optim import (
+    build_optimizer,
+    copy_restored_state,
+    place_matrices,
+)
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
 from lockstep_gpt.training.skipped_updates import SkippedUpdates

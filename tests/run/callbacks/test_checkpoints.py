@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from lightning import Callback
 
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, newest_valid, step_of
+from lockstep_gpt.run.checkpoint import (
+    checkpoint_path,
+    checkpoints_in,
+    newest_valid,
+    step_of,
+)
 from lockstep_gpt.run.checkpoint_sums import fault_of
 
 

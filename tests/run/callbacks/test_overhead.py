@@ -9,7 +9,13 @@ from lightning import Callback
 
 from lockstep_gpt.launch.launch_settings import LaunchConfig
 from lockstep_gpt.run import checkpoint as files
-from lockstep_gpt.run.callbacks.overhead import Forecast, Overhead, Pauses, clock_of, power_of_two
+from lockstep_gpt.run.callbacks.overhead import (
+    Forecast,
+    Overhead,
+    Pauses,
+    clock_of,
+    power_of_two,
+)
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
 
 LONG = 100_000  # steps, so that the rest of the run takes hours
