@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning import Trainer
 from lightning.fabric.plugins import CheckpointIO
@@ -20,6 +20,19 @@ from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 
 
+class Save(NamedTuple):
+    """How long training waited for a checkpoint, on the clock."""
+
+    path: Path
+    started_at: float
+    ended_at: float
+
+    @property
+    def seconds(self) -> float:
+        """Return how long."""
+        return self.ended_at - self.started_at
+
+
 @dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
     """Keeps the newest checkpoints and those with the lowest validation losses."""
@@ -32,8 +45,7 @@ class Checkpoints(StepCallback, Checkpoint):
     # Step of a kept checkpoint -> its validation loss.
     losses: dict[int, float] = field(default_factory=dict, init=False)
     last_validated: int = field(default=0, init=False)  # step of the last save with a loss
-    first_started_at: float | None = field(default=None, init=False)  # clock at the first save
-    waits: list[float] = field(default_factory=list, init=False)  # of training, seconds per save
+    saves: list[Save] = field(default_factory=list, init=False)  # of this process
 
     def validates(self, trainer: Trainer) -> bool:
         """Return whether a validation follows the optimizer step that just ended."""
@@ -109,12 +121,10 @@ class Checkpoints(StepCallback, Checkpoint):
         module.skipped.refuse_broken(trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
         started_at = time.perf_counter()  # the device has finished the step: its count was read
-        if self.first_started_at is None:
-            self.first_started_at = started_at
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             self._prune(trainer, path)
-        self.waits.append(time.perf_counter() - started_at)
+        self.saves.append(Save(path, started_at, time.perf_counter()))
         return path
 
     def _prune(self, trainer: Trainer, new: Path) -> None:
@@ -174,7 +184,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> None:
         self.directory = directory
         self.hashes = hashes
-        self.first_written_at: float | None = None  # clock when a first checkpoint was complete
+        self.written_at: dict[Path, float] = {}  # the clock when each checkpoint was complete
         # What the ranks resume from, which one rank of each machine has read and verified.
         self.verified: VerifiedCheckpoint | None = None
 
@@ -186,8 +196,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def _save(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         self._write(checkpoint, path, others)
-        if self.first_written_at is None:
-            self.first_written_at = time.perf_counter()
+        self.written_at[path] = time.perf_counter()
 
     def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         if self.hashes is not None:

@@ -74,7 +74,7 @@ class Overhead(StepCallback):
     checkpoints: Checkpoints  # which measure how long training waits for each
     validations: list[float] = field(default_factory=list, init=False)  # seconds of each
     _started_at: float | None = field(default=None, init=False)  # clock before the first step
-    _ended_at: float = field(default=0.0, init=False)
+    _seen_at: float = field(default=0.0, init=False)  # clock after the last step or validation
     _validating_at: float = field(default=0.0, init=False)
     # The clock after the first step, which may compile the model.
     _origin: tuple[int, float] | None = field(default=None, init=False)
@@ -85,13 +85,7 @@ class Overhead(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
-        self._started_at = time.perf_counter()
-
-    def on_train_end(self, *_arguments: Any) -> None:
-        """Stop the clock."""
-        self._ended_at = time.perf_counter()
-
-    on_exception = on_train_end  # type: ignore[assignment]
+        self._started_at = self._seen_at = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Note when a validation begins."""
@@ -99,10 +93,12 @@ class Overhead(StepCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Note how long a validation took."""
-        self.validations.append(clock_of(pl_module.device) - self._validating_at)
+        self._seen_at = clock_of(pl_module.device)
+        self.validations.append(self._seen_at - self._validating_at)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Report what the last step's pauses tell."""
+        self._seen_at = time.perf_counter()
         if not trainer.is_global_zero:
             return
         if self._origin is None:
@@ -135,13 +131,14 @@ class Overhead(StepCallback):
         write before.
         """
         first = 1 if self.config.checkpoint.background else 0
-        return self.checkpoints.waits[first] if len(self.checkpoints.waits) > first else None
+        saves = self.checkpoints.saves
+        return saves[first].seconds if len(saves) > first else None
 
     def _step_seconds(self, device: torch.device, step: int) -> float:
         """Return the mean seconds of a step, without pauses, from the second one on."""
         assert self._origin is not None
         first, clock = self._origin
-        pauses = sum(self.validations) + sum(self.checkpoints.waits)
+        pauses = sum(self.validations) + self._seconds_of_saves()
         return (clock_of(device) - clock - pauses) / (step - first)
 
     def _warn(self, forecast: Forecast, tokens: int | None) -> None:
@@ -184,11 +181,14 @@ class Overhead(StepCallback):
     def _check_grace(self, trainer: Trainer) -> None:
         """Warn once, when the first save is complete, if a signal leaves too little time for it."""
         disk: Any = trainer.strategy.checkpoint_io
-        if self._has_timed_save or disk.first_written_at is None:
+        if self._has_timed_save or not self.checkpoints.saves:
+            return
+        first = self.checkpoints.saves[0]
+        written_at = disk.written_at.get(first.path)
+        if written_at is None:  # in the background, it is still being written
             return
         self._has_timed_save = True
-        assert self.checkpoints.first_started_at is not None
-        seconds = disk.first_written_at - self.checkpoints.first_started_at
+        seconds = written_at - first.started_at
         grace = self.config.launch.grace_seconds
         if seconds > grace / 2:
             logger.warning(
@@ -200,14 +200,18 @@ class Overhead(StepCallback):
             )
 
     def in_summary(self, _step: int) -> dict[str, Any]:
-        """Return the shares of the time from the first step to the end of training."""
-        if self._started_at is None:
+        """Return the shares of the time from before the first step to the last thing done."""
+        if self._started_at in (None, self._seen_at):
             return {"validation_share": None, "saving_share": None}
-        whole = self._ended_at - self._started_at
+        ended_at = max([self._seen_at, *(save.ended_at for save in self.checkpoints.saves)])
+        whole = ended_at - self._started_at
         return {
             "validation_share": sum(self.validations) / whole,
-            "saving_share": sum(self.checkpoints.waits) / whole,
+            "saving_share": self._seconds_of_saves() / whole,
         }
+
+    def _seconds_of_saves(self) -> float:
+        return sum(save.seconds for save in self.checkpoints.saves)
 
 
 def clock_of(device: torch.device) -> float:
