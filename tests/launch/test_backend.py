@@ -30,7 +30,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(devices, "gpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", connect)
-    monkeypatch.setattr(ranks, "choose_interfaces", lambda _: None)
+    monkeypatch.setattr(ranks, "choose_interfaces", lambda *_: None)
     monkeypatch.setattr(ranks, "meet", lambda *_: None)
     return backends
 
