@@ -30,10 +30,10 @@ def pauses_of(composed):
     ("steps", "overrides", "validations", "saves"),
     [
         (12, ("val_every=4", "checkpoint.every=4"), 3, 3),
-        (12, ("val_every=4", "checkpoint.every=6"), 3, 4),  # after 4, 6, 8, and 12 steps
+        (12, ("val_every=4", "checkpoint.every=6"), 3, 3),  # after 6, 8, and 12 steps
         (12, ("val_every=4", "checkpoint.every=6", "checkpoint.keep_best=0"), 3, 2),
-        (13, ("val_every=4", "checkpoint.every=6", "checkpoint.keep_best=0"), 3, 3),
-        (13, ("val_every=20", "checkpoint.every=null"), 0, 1),
+        (13, ("val_every=4", "checkpoint.every=6", "checkpoint.keep_best=0"), 4, 3),
+        (13, ("val_every=20", "checkpoint.every=null"), 1, 1),
     ],
 )
 def test_each_step_is_saved_once(pauses_of, steps, overrides, validations, saves):
@@ -85,7 +85,8 @@ def test_the_presets_validate_and_save_in_at_most_3_percent_on_8_gpus(composed, 
     config = composed(f"experiment={experiment}")
     tokens = config.max_steps * config.batch.global_size * config.model.block_size
     (row,) = predict(config, H100, (8,), tokens=tokens, vocab_size=50_257).rows
-    assert row.pauses.share(row.seconds) <= 0.03
+    in_background = row.pauses.share(row.seconds)
+    assert in_background <= 0.03
     config.checkpoint = replace(config.checkpoint, background=False)
     (row,) = predict(config, H100, (8,), tokens=tokens, vocab_size=50_257).rows
-    assert row.pauses.share(row.seconds) > 0.03
+    assert row.pauses.share(row.seconds) > 1.5 * in_background

@@ -16,6 +16,7 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
 )
 from lockstep_gpt.run.checkpoint_sums import fault_of
+from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 
 
 class Losses(Callback):
@@ -97,9 +98,9 @@ def test_a_best_loss_saves_at_most_as_often_as_the_period(
     settings = {"every": every, "keep_last": 9, "keep_best": keep_best}
     run = new_run(max_steps=9, val_every=val_every, checkpoint=settings)
     losses = {step: 9.0 - step for step in range(1, 10)}  # each is the best so far
-    checkpoints, validation = fitted(run, tmp_path, losses)
+    _, validation = fitted(run, tmp_path, losses)
     assert steps_in(tmp_path) == steps
-    assert checkpoints.validations_after(0) == len(validation.seen)
+    assert validations_after(0, run.config, 9) == len(validation.seen)
 
 
 @given(every=st.none() | st.integers(1, 14), val_every=st.integers(1, 14), total=st.integers(1, 50))
@@ -117,8 +118,8 @@ def test_the_saves_to_come_are_counted(keep_best, every, val_every, total):
             saved.append(step)
             checkpoints.last_validated = step if validates else checkpoints.last_validated
     for now in range(total):
-        assert checkpoints.saves_after(now) == sum(step > now for step in saved)
-        assert checkpoints.validations_after(now) == sum(step > now for step in validated)
+        assert saves_after(now, config, total) == sum(step > now for step in saved)
+        assert validations_after(now, config, total) == sum(step > now for step in validated)
 
 
 def test_a_resumed_run_keeps_the_distance_to_the_last_best_checkpoint(new_run, tmp_path):

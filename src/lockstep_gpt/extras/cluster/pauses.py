@@ -9,6 +9,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.step_time import BACKWARD_SHARE, StepTime
+from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 from lockstep_gpt.training.schedule import BatchPlan
 
 
@@ -39,7 +40,7 @@ def pauses(
 
     A validation is the forward pass of `data.val_tokens`, divided among all devices. A save copies
     weights and moments from rank 0's device to the host; unless `checkpoint.background` is true, it
-    also waits for the disk. With `checkpoint.keep_best`, each validation counts as the best so far.
+    also waits for the disk. Each validation counts as the best so far.
     """
     last = math.ceil(steps)
     size = states.weights + states.optimizer
@@ -52,18 +53,6 @@ def pauses(
         micro_batches = math.ceil(tokens / (batch.tokens_per_step / batch.accumulation))
         forward = (1 - BACKWARD_SHARE) * time.compute / batch.accumulation
         validation = micro_batches * forward
-    return Pauses(last // config.val_every, validation, _saves(config, last), save)
-
-
-def _saves(config: Config, last: int) -> int:
-    """Return how often a run of `last` steps saves: when that is due, at its best, and at its end.
-
-    A step that is more than one of these is saved once.
-    """
-    every = config.checkpoint.every or last
-    saves = last // every
-    is_at_end = last % every == 0
-    if config.checkpoint.keep_best:
-        saves += last // config.val_every - last // math.lcm(every, config.val_every)
-        is_at_end = is_at_end or last % config.val_every == 0
-    return saves if is_at_end else saves + 1
+    return Pauses(
+        validations_after(0, config, last), validation, saves_after(0, config, last), save
+    )

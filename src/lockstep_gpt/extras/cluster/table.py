@@ -110,7 +110,8 @@ def _pauses(plan: Plan) -> Iterator[tuple[str, str]]:
             f"on {counted(row.batch.world_size, 'device')}: "
             f"{counted(pauses.validations, 'validation')} {one}, and "
             f"{counted(pauses.saves, 'save')} of {pauses.save:.2g} s, which aren't part of the "
-            "time; each validation counts as the best so far",
+            "time; each validation counts as the best so far, and at most one is saved per "
+            "checkpoint.every steps",
         )
 
 

@@ -1,6 +1,5 @@
 """Saves the run: periodically, at its best, at its end, and when a signal stops it."""
 
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,36 +66,6 @@ class Checkpoints(StepCallback, Checkpoint):
         """
         best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
         return loss in best and step - self.last_validated >= (self.config.checkpoint.every or 0)
-
-    def validations_after(self, step: int) -> int:
-        """Return how many validations follow optimizer step `step`, if it isn't the last."""
-        return self._due_after(step, self.config.val_every)
-
-    def saves_after(self, step: int) -> int:
-        """Return how many saves follow step `step`, if each validation is the best so far."""
-        every = self.config.checkpoint.every
-        val_every = self.config.val_every
-        keeps_best = self.config.checkpoint.keep_best > 0
-        if every is None:
-            return self._due_after(step, val_every if keeps_best else self.total_steps)
-        if not keeps_best:
-            return self._due_after(step, every)
-        # Both counts start anew where a periodic save falls on a validation.
-        cycle = math.lcm(every, val_every)
-        apart = val_every * math.ceil(every / val_every)  # steps between saves for their loss
-
-        def saves_until(last: int) -> int:
-            cycles, rest = divmod(last, cycle)
-            for_loss = cycles * (math.ceil(cycle / apart) - 1) + rest // apart
-            return last // every + for_loss
-
-        is_counted = self.total_steps % every == 0 or self.total_steps % cycle % apart == 0
-        return saves_until(self.total_steps) - saves_until(step) + (not is_counted)
-
-    def _due_after(self, step: int, every: int) -> int:
-        """Return how many steps after `step` are multiples of `every`, or the last."""
-        multiples = self.total_steps // every - step // every
-        return multiples + (self.total_steps % every > 0)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
         """Save now only if no validation follows; else the saved state would mark it as done."""

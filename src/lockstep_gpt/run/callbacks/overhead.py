@@ -13,6 +13,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +112,11 @@ class Overhead(StepCallback):
         if known == self._reported or step >= self.checkpoints.total_steps:
             return
         self._reported = known
+        total_steps = self.checkpoints.total_steps
         forecast = Forecast(
-            self._step_seconds(pl_module.device, step) * (self.checkpoints.total_steps - step),
-            Pauses(self.checkpoints.validations_after(step), validation),
-            Pauses(self.checkpoints.saves_after(step), saving),
+            self._step_seconds(pl_module.device, step) * (total_steps - step),
+            Pauses(validations_after(step, self.config, total_steps), validation),
+            Pauses(saves_after(step, self.config, total_steps), saving),
         )
         logger.info("%s", forecast)
         self._warn(forecast, tokens_of_validation(trainer))
