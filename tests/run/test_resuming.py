@@ -215,9 +215,10 @@ def test_a_rank_that_resumes_has_no_second_copy_in_its_memory(on_ranks, tmp_path
         assert content["state_dict"]["weight"].sum() == model.weight.sum()
         return anonymous_bytes() - before
 
-    # Two moments per weight, and not the file, which is another 48 MiB.
+    # Two moments per weight, 32 MiB, or less where a rank had freed memory; and not the file, which
+    # is another 48 MiB.
     sizes = on_ranks(3, growth)
-    assert all(31 * MIB < size < 44 * MIB for size in sizes), sizes
+    assert all(size < 44 * MIB for size in sizes), sizes
 
 
 def test_a_restored_optimizer_keeps_no_number_in_the_file(new_run, tmp_path):
