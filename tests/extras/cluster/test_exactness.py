@@ -25,8 +25,9 @@ def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys, cold):
     ]
     assert [match[1] for match in matches] == ["1 rank", "2 ranks", "2 -> 1 ranks"]
     assert len({match[2] for match in matches}) == 1
-    step = re.fullmatch(r"  resumed after step ([23]\d)", matches[2][3])[1]
-    assert int(step) % 5 == 0
+    step = int(re.fullmatch(r"  resumed after step ([23]\d)", matches[2][3])[1])
+    # Saves that are due, or of the best validation, which a late kill may leave.
+    assert step % 5 == 0 or step % 8 == 0
     rows = len({*range(3, 40, 3), *range(8, 40, 8), 40})  # of losses, of validations
     assert equal.startswith(
         f"equal bit for bit: weights, optimizer state, {rows} rows of metrics.csv"
