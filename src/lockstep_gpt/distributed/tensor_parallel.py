@@ -8,7 +8,6 @@ and in backward once before each (Shoeybi et al. 2019, "Megatron-LM", section 3)
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks
 from lockstep_gpt.distributed.tensor_sums import narrowed, sum_gradients, sum_outputs
 from lockstep_gpt.distributed.vocabulary_loss import split_cross_entropy, split_logits
-from lockstep_gpt.model.functional import causal_attention
+from lockstep_gpt.model.functional import causal_attention, causal_shares
 
 
 def split_model(model: Any, ranks: TensorRanks) -> None:
@@ -153,14 +152,10 @@ def attend_with_shared_noise(
     if not dropout:
         return causal_attention(q, k, v, 0.0, scale)
     B, heads, T, D = q.shape
-    if scale is None:
-        scale = D**-0.5
-    queries, keys, values = q.reshape(-1, T, D), k.reshape(-1, T, D), v.reshape(-1, T, D)
-    later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    shares = torch.baddbmm(later, queries, keys.mT, alpha=scale).softmax(dim=-1)  # (B heads, T, T)
+    shares = causal_shares(q, k, scale)
     noise = F.dropout(shares.new_ones(B * heads * ranks.size, T, T), dropout)
     part = noise.view(B, -1, T, T).chunk(ranks.size, dim=1)[ranks.rank]
-    return ((shares * part.reshape(-1, T, T)) @ values).view(q.shape)
+    return ((shares * part.reshape(-1, T, T)) @ v.reshape(-1, T, D)).view(q.shape)
 
 
 def loss_of_part(model: Any, ranks: TensorRanks, features: Tensor, targets: Tensor) -> Tensor:

@@ -28,12 +28,21 @@ def causal_attention(
     if q.device.type != "cpu" or T > SHORT:
         settings: Any = {"is_causal": True, "scale": scale}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
+    shares = causal_shares(q, k, scale)
+    return (F.dropout(shares, dropout) @ v.reshape(-1, T, D)).view(q.shape)
+
+
+def causal_shares(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """Return which share of its attention each token gives to each, (B n_head, T, T), by products.
+
+    Queries and keys are (B, n_head, T, D). A `scale` of None is 1 / sqrt(D).
+    """
+    T, D = q.shape[-2:]
     if scale is None:
         scale = D**-0.5
-    queries, keys, values = q.reshape(-1, T, D), k.reshape(-1, T, D), v.reshape(-1, T, D)
     later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    scores = torch.baddbmm(later, queries, keys.mT, alpha=scale)  # (B n_head, T, T)
-    return (F.dropout(scores.softmax(dim=-1), dropout) @ values).view(q.shape)
+    scores = torch.baddbmm(later, q.reshape(-1, T, D), k.reshape(-1, T, D).mT, alpha=scale)
+    return scores.softmax(dim=-1)
 
 
 def choose_matrix_products(device: str) -> str:
