@@ -1,6 +1,5 @@
 """Two ranks with sharded weights, gradients, and optimizer state, compared with one process."""
 
-import json
 import shutil
 
 import pytest
@@ -19,17 +18,6 @@ from lockstep_gpt.run.checkpoint_content import SavedShards
 from lockstep_gpt.run.checkpoint_sums import fault_of, files_of
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
-MEASURE = """
-import json, lightning
-class Measure(lightning.Callback):
-    def on_train_end(self, trainer, module):
-        (optimizer,) = trainer.optimizers
-        held = [*module.parameters(), *(each for state in optimizer.state.values()
-                for each in state.values())]
-        size = sum(getattr(each, "_local_tensor", each).nbytes for each in held)
-        with open(f"held-{trainer.global_rank}.json", "w") as file:
-            json.dump(size, file)
-"""
 
 
 def content(folder, step=20):
@@ -46,13 +34,10 @@ def outline(value):
 
 
 @pytest.fixture(scope="module")
-def sharded(finished, tmp_path_factory):
+def sharded(finished, tmp_path_factory, train_measured):
     """The finished run again, on two ranks with shards."""
     command = finished[0].elsewhere(tmp_path_factory.mktemp("sharded"))
-    (command.folder / "measure.py").write_text(MEASURE)
-    measure = "+callbacks.measure._target_=measure.Measure"
-    words = (*SHARDED, measure, "run_dir=run", "callbacks.sample.length=300")
-    return command, command.train(*words, PYTHONPATH=str(command.folder)).stdout
+    return command, train_measured(command, *SHARDED)
 
 
 def test_shards_give_the_losses_of_one_process(sharded, finished):
@@ -62,12 +47,12 @@ def test_shards_give_the_losses_of_one_process(sharded, finished):
         assert ours[name] == pytest.approx(one[name], abs=1e-5)
 
 
-def test_each_of_two_ranks_has_half_of_weights_and_optimizer_state(sharded, finished):
+def test_each_of_two_ranks_has_half_of_weights_and_optimizer_state(sharded, finished, held):
     whole = content(finished[0].folder / "runs/first")
     one = size_of([whole["state_dict"], whole["optimizer_states"]])
     for rank in (0, 1):
-        held = json.loads((sharded[0].folder / f"held-{rank}.json").read_text())
-        assert 0.45 * one < held <= 0.55 * one
+        size = held(sharded[0], rank)
+        assert 0.45 * one < size <= 0.55 * one
 
 
 def test_checkpoint_of_shards_is_one_device_s(sharded, finished):

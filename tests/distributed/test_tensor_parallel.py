@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import json
 import shutil
 
 import pytest
@@ -112,19 +111,6 @@ def test_groups_of_ranks_share_the_samples_of_one():
         plan_batch(BatchConfig(3, 8), 8, 2, 1, tensor_parallel=2)
 
 
-MEASURE = """
-import json, lightning
-class Measure(lightning.Callback):
-    def on_train_end(self, trainer, module):
-        (optimizer,) = trainer.optimizers
-        held = [*module.parameters(), *(each for state in optimizer.state.values()
-                for each in state.values())]
-        size = sum(getattr(each, "_local_tensor", each).nbytes for each in held)
-        with open(f"held-{trainer.global_rank}.json", "w") as file:
-            json.dump(size, file)
-"""
-
-
 def content(folder, step=20):
     return torch.load(folder / f"checkpoints/step={step:06d}.ckpt")
 
@@ -141,13 +127,10 @@ def norms(folder):
 
 
 @pytest.fixture(scope="module")
-def split(finished, tmp_path_factory):
+def split(finished, tmp_path_factory, train_measured):
     """The finished run again, on two ranks that split the model."""
     command = finished[0].elsewhere(tmp_path_factory.mktemp("split"))
-    (command.folder / "measure.py").write_text(MEASURE)
-    measure = "+callbacks.measure._target_=measure.Measure"
-    words = (*TWO, "verbosity=normal", measure, "callbacks.sample.length=300", "run_dir=run")
-    return command, command.train(*words, PYTHONPATH=str(command.folder)).stdout
+    return command, train_measured(command, *TWO, "verbosity=normal")
 
 
 def test_two_ranks_that_split_a_model_have_the_losses_of_one(split, finished):
@@ -163,11 +146,11 @@ def test_the_sample_is_one_device_s(split, finished):
     assert shown(split[1]) == shown(finished[1]) != ""
 
 
-def test_each_rank_has_half_of_the_weights_and_moments(split, finished):
+def test_each_rank_has_half_of_the_weights_and_moments(split, finished, held):
     whole = content(finished[0].folder / "runs/first")
     one = size_of([whole["state_dict"], whole["optimizer_states"]])
     for rank in (0, 1):
-        size = json.loads((split[0].folder / f"held-{rank}.json").read_text())
+        size = held(split[0], rank)
         assert 0.45 * one < size <= 0.55 * one
 
 
