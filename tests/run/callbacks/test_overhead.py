@@ -136,6 +136,21 @@ def test_a_short_run_reports_without_a_warning(new_run, tmp_path, caplog):
     assert 0 < shares["saving_share"] < shares["validation_share"] < 1
 
 
+def test_a_later_report_has_the_newest_validation(new_run, tmp_path, caplog):
+    class SlowAtFirst(Callback):
+        def on_validation_start(self, trainer, *_):
+            if trainer.global_step == 2:
+                time.sleep(3)
+
+    caplog.set_level("INFO")
+    run = new_run(max_steps=9, val_every=2, checkpoint={"every": 6})
+    checkpoints = run.checkpoints(tmp_path)
+    run.fit(Overhead(run.config, checkpoints), SlowAtFirst(), checkpoints)
+    seconds = [re.search(r"validation \S+% \(\d x (\S+) s\)", line) for line in reports_in(caplog)]
+    first, second = (float(match[1]) for match in seconds)
+    assert first > 3 > second
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_validation_that_compiles_is_not_what_is_reported(
     new_run, tmp_path, caplog, monkeypatch, compiled

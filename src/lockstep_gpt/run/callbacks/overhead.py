@@ -122,19 +122,19 @@ class Overhead(StepCallback):
         self._warn(forecast, tokens_of_validation(trainer))
 
     def _validation_seconds(self) -> float | None:
-        """Return the seconds of the first validation that compiles nothing."""
+        """Return the seconds of the newest validation; the first may compile the model."""
         first = 1 if self.config.compile else 0
-        return self.validations[first] if len(self.validations) > first else None
+        return self.validations[-1] if len(self.validations) > first else None
 
     def _saving_seconds(self) -> float | None:
-        """Return the seconds that training waits for a save.
+        """Return the seconds that training waited for the newest save.
 
         In background, that is a copy in memory, which the first one allocates, and the end of the
         write before.
         """
         first = 1 if self.config.checkpoint.background else 0
         saves = self.checkpoints.saves
-        return saves[first].seconds if len(saves) > first else None
+        return saves[-1].seconds if len(saves) > first else None
 
     def _step_seconds(self, device: torch.device, step: int) -> float:
         """Return the mean seconds of a step, without pauses, from the second one on."""
