@@ -1,0 +1,86 @@
+"""Bytes between machines: each rank has a copy of what the same rank of the machine before it has.
+
+So whatever one machine loses, the next one has. The messages travel over gloo, in a group of their
+own: a thread can send and receive them while training uses the other groups.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep_gpt.distributed.ranks import Ranks
+
+PIECE = 1 << 26  # bytes of a message
+
+
+class NoRoomError(Exception):
+    """The next machine can't keep a copy."""
+
+
+class MachineRing:
+    """The ranks with one local number, in the order of their machines, the last before the first.
+
+    Every rank must make it.
+
+    Args:
+        ranks: this process among all; each machine has equally many.
+        seconds: the longest wait for another rank.
+    """
+
+    def __init__(self, ranks: Ranks, seconds: float) -> None:
+        self.next = (ranks.rank + ranks.local_world_size) % ranks.world_size
+        self.previous = (ranks.rank - ranks.local_world_size) % ranks.world_size
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+    def exchange(self, ours: Tensor, make_room: Callable[[int], Tensor]) -> None:
+        """Send `ours` to the next machine, and receive the previous machine's at the same time.
+
+        Args:
+            ours: bytes.
+            make_room: returns where the given number of bytes goes, or raises an `OSError`.
+
+        Raises:
+            NoRoomError: the next machine can't keep a copy; what it sends has been received.
+            OSError: this machine can't; the next one has its copy.
+            RuntimeError: a neighbor is gone, or silent for too long.
+        """
+        size = self._swap_number(len(ours), self.next, self.previous)
+        room: Tensor | None = None
+        fault: OSError | None = None
+        try:
+            room = make_room(size)
+        except OSError as error:
+            fault = error
+        has_room = self._swap_number(int(room is not None), self.previous, self.next)
+        works = []
+        if has_room:
+            works += self.send(ours, self.next)
+        if room is not None:
+            works += self.receive(room, self.previous)
+        for work in works:
+            work.wait()
+        if fault is not None:
+            raise fault
+        if not has_room:
+            raise NoRoomError(f"rank {self.next} has no room for a copy")
+
+    def send(self, content: Tensor, receiver: int) -> list[dist.Work]:
+        """Start to send bytes to any rank; return what to wait for."""
+        works = [dist.isend(piece, receiver, self._group) for piece in content.split(PIECE)]
+        return [*filter(None, works)]
+
+    def receive(self, room: Tensor, sender: int) -> list[dist.Work]:
+        """Start to receive bytes from any rank; return what to wait for."""
+        works = [dist.irecv(piece, sender, self._group) for piece in room.split(PIECE)]
+        return [*filter(None, works)]
+
+    def _swap_number(self, number: int, receiver: int, sender: int) -> int:
+        """Send a number to one neighbor, and return the other one's."""
+        theirs = torch.empty(1, dtype=torch.int64)
+        ours = torch.tensor([number])
+        for work in [*self.send(ours, receiver), *self.receive(theirs, sender)]:
+            work.wait()
+        return int(theirs.item())
