@@ -1,4 +1,4 @@
-"""Machines that keep copies for each other: four ranks as two machines of two, or as four of one."""
+"""Machines that keep copies for each other: four ranks as two machines, or as four."""
 
 import threading
 import time
@@ -24,11 +24,12 @@ def content_of(rank):
 def kept_after(ring, rank):
     rooms = []
 
-    def make_room(size):
-        rooms.append(torch.zeros(size, dtype=torch.uint8))
+    def make_room(label):
+        rooms.append(torch.zeros(int(label), dtype=torch.uint8))
         return rooms[-1]
 
-    ring.exchange(content_of(rank), make_room)
+    content = content_of(rank)
+    ring.exchange(str(len(content)).encode(), content, make_room)
     (room,) = rooms
     return room
 
@@ -71,10 +72,10 @@ def test_a_machine_without_room_still_gives_its_own_bytes(on_ranks):
             except NoRoomError as error:
                 return str(error)
         with pytest.raises(OSError, match="full"):
-            ring.exchange(content_of(rank), fail)
+            ring.exchange(str(len(content_of(rank))).encode(), content_of(rank), fail)
         return "failed"
 
-    def fail(_size):
+    def fail(_label):
         raise OSError("full")
 
     results = on_ranks(4, exchange)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     ParallelStrategy,
@@ -24,8 +23,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.sharded_states import (
+    add_own_shards,
     gathered,
     share_of,
     shares_in,
@@ -204,6 +205,23 @@ class ShardedStrategy(ModelParallelStrategy):
         }
         return {**states, "state": by_number}
 
+    @contextlib.contextmanager
+    def states_in_shards(self) -> Iterator[None]:
+        """Return states as shards in this context, also without `save_parts`."""
+        save_parts = self._save_parts
+        self._save_parts = True
+        try:
+            yield
+        finally:
+            self._save_parts = save_parts
+
+    def state_of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank alone needs of a checkpoint with shards, in the same memory.
+
+        `load_checkpoint` accepts it on the same rank of as many.
+        """
+        return {**without_shares(checkpoint), "shards": shares_in(checkpoint)}
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
@@ -216,19 +234,9 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         path = Path(filepath)
         if self._save_parts:
-            names = [part_path(path, rank, self.world_size) for rank in range(self.world_size)]
-            writer: Any = self.checkpoint_io
-            hexadecimal = writer.save_part(shares_in(checkpoint), names[self.global_rank])
-            local_digest = torch.tensor(
-                [*bytes.fromhex(hexadecimal)], dtype=torch.uint8, device=self.root_device
+            checkpoint, storage_options = write_part(
+                checkpoint, path, self.checkpoint_io, self.root_device
             )
-            digests = [torch.empty_like(local_digest) for _ in names]
-            dist.all_gather(digests, local_digest)
-            storage_options = {
-                part.name: bytes(digest.tolist()).hex()
-                for part, digest in zip(names, digests, strict=True)
-            }
-            checkpoint = {**without_shares(checkpoint), "parts": [*storage_options]}
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
@@ -240,6 +248,8 @@ class ShardedStrategy(ModelParallelStrategy):
         checkpoint: dict[str, Any] = reader.load_checkpoint(
             checkpoint_path, weights_only=weights_only, whole=False
         )
+        if "shards" in checkpoint:
+            add_own_shards(checkpoint, checkpoint.pop("shards"))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -292,8 +302,3 @@ class ShardedStrategy(ModelParallelStrategy):
         if self._tensor_ranks is None or split is None:
             return None
         return TensorPart(split, self._tensor_ranks)
-
-
-def part_path(path: Path, rank: int, world_size: int) -> Path:
-    """Return the path to which `rank` writes its part of the checkpoint `path`."""
-    return path.with_name(f"{path.stem}.{rank:05d}-of-{world_size:05d}.part")

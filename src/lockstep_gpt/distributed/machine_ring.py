@@ -4,7 +4,7 @@ So whatever one machine loses, the next one has. The messages travel over gloo, 
 own: a thread can send and receive them while training uses the other groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -35,33 +35,37 @@ class MachineRing:
         self.previous = (ranks.rank - ranks.local_world_size) % ranks.world_size
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
-    def exchange(self, ours: Tensor, make_room: Callable[[int], Tensor]) -> None:
-        """Send `ours` to the next machine, and receive the previous machine's at the same time.
+    def exchange(self, label: bytes, content: Tensor, make_room: Callable[[bytes], Tensor]) -> None:
+        """Send bytes to the next machine, and receive the previous machine's at the same time.
 
         Args:
-            ours: bytes.
-            make_room: returns where the given number of bytes goes, or raises an `OSError`.
+            label: says what the content is.
+            content: bytes.
+            make_room: is called with the previous machine's label; returns where as many bytes as
+                its content has go, or raises an exception.
 
         Raises:
-            NoRoomError: the next machine can't keep a copy; what it sends has been received.
-            OSError: this machine can't; the next one has its copy.
+            NoRoomError: the next machine can't keep a copy; this one has received one.
             RuntimeError: a neighbor is gone, or silent for too long.
+            Exception: what `make_room` has raised; the next machine has received its copy.
         """
-        size = self._swap_number(len(ours), self.next, self.previous)
+        label_size = self._swap_number(len(label), self.next, self.previous)
+        labels = torch.empty(label_size, dtype=torch.uint8)
+        ours = torch.frombuffer(bytearray(label), dtype=torch.uint8)
+        wait_for(self.send(ours, self.next) + self.receive(labels, self.previous))
         room: Tensor | None = None
-        fault: OSError | None = None
+        fault: Exception | None = None
         try:
-            room = make_room(size)
-        except OSError as error:
+            room = make_room(labels.numpy().tobytes())
+        except Exception as error:  # raised once the next machine has its copy
             fault = error
         has_room = self._swap_number(int(room is not None), self.previous, self.next)
         works = []
         if has_room:
-            works += self.send(ours, self.next)
+            works += self.send(content, self.next)
         if room is not None:
             works += self.receive(room, self.previous)
-        for work in works:
-            work.wait()
+        wait_for(works)
         if fault is not None:
             raise fault
         if not has_room:
@@ -69,18 +73,23 @@ class MachineRing:
 
     def send(self, content: Tensor, receiver: int) -> list[dist.Work]:
         """Start to send bytes to any rank; return what to wait for."""
-        works = [dist.isend(piece, receiver, self._group) for piece in content.split(PIECE)]
+        works = [dist.isend(piece, receiver, self._group) for piece in torch.split(content, PIECE)]
         return [*filter(None, works)]
 
     def receive(self, room: Tensor, sender: int) -> list[dist.Work]:
         """Start to receive bytes from any rank; return what to wait for."""
-        works = [dist.irecv(piece, sender, self._group) for piece in room.split(PIECE)]
+        works = [dist.irecv(piece, sender, self._group) for piece in torch.split(room, PIECE)]
         return [*filter(None, works)]
 
     def _swap_number(self, number: int, receiver: int, sender: int) -> int:
         """Send a number to one neighbor, and return the other one's."""
         theirs = torch.empty(1, dtype=torch.int64)
         ours = torch.tensor([number])
-        for work in [*self.send(ours, receiver), *self.receive(theirs, sender)]:
-            work.wait()
+        wait_for(self.send(ours, receiver) + self.receive(theirs, sender))
         return int(theirs.item())
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Wait until all messages have arrived."""
+    for work in works:
+        work.wait()

@@ -7,12 +7,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep_gpt.distributed.tensor_splits import TensorPart
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """A saved shard of this very rank, among as many ranks as now.
+
+    Args:
+        shard: its numbers.
+        shape: of the whole tensor.
+    """
+
+    shard: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def shards(self) -> tuple[Tensor]:
+        """Return the shards that this rank can read."""
+        return (self.shard,)
 
 
 def gathered(states: Any, part: TensorPart | None = None) -> Any:
@@ -42,32 +61,65 @@ def share_of(value: Any, place: Tensor) -> Any:
     step count, stay as they are.
 
     Args:
-        value: a tensor, or one whose slices along the first dimension are in several files.
+        value: a tensor, one whose slices along the first dimension are in several files, or this
+            rank's own shard.
         place: a parameter, which FSDP2 shards along the first dimension.
     """
+    if isinstance(value, OwnShard):
+        assert isinstance(place, DTensor)
+        return _placed(value.shard, place)
     if not isinstance(place, DTensor) or getattr(value, "shape", None) != place.shape:
         return value
     mesh = place.device_mesh
     rows = math.ceil(len(place) / mesh.size())
     first = mesh.get_local_rank() * rows
-    shard = value[first : first + rows].to(place.device)
+    return _placed(value[first : first + rows], place)
+
+
+def _placed(shard: Tensor, place: DTensor) -> DTensor:
     return DTensor.from_local(
-        shard, mesh, place.placements, shape=place.shape, stride=place.stride()
+        shard.to(place.device),
+        place.device_mesh,
+        place.placements,
+        shape=place.shape,
+        stride=place.stride(),
     )
 
 
 def shares_in(states: Any) -> dict[Any, Any]:
-    """Return the shards in nested containers, in host memory, by their keys and indices."""
+    """Return the shards in nested containers, in the same memory, by their keys and indices."""
     shares: dict[Any, Any] = {}
     for key, state in _items(states):
         if isinstance(state, DTensor):
-            # Copied, because a view's whole storage would be saved, which may be that of a block.
-            shares[key] = state.to_local().detach().cpu().clone()
+            shares[key] = state.to_local().detach()
             continue
         inner_shares = shares_in(state)
         if inner_shares:
             shares[key] = inner_shares
     return shares
+
+
+def copied_to_host(shares: dict[Any, Any]) -> dict[Any, Any]:
+    """Return shards in memory of their own, as a file gets them.
+
+    A view's whole storage would be saved, which may be that of a block.
+    """
+    copies: dict[Any, Any] = {}
+    for key, share in shares.items():
+        if isinstance(share, Tensor):
+            copies[key] = share.cpu().clone()
+        else:
+            copies[key] = copied_to_host(share)
+    return copies
+
+
+def add_own_shards(states: Any, shares: dict[Any, Any]) -> None:
+    """Put what `shares_in` has returned, on this rank of as many, in nested containers."""
+    for key, share in shares.items():
+        if isinstance(share, Tensor):
+            states[key] = OwnShard(share, tuple(share.shape))
+        else:
+            add_own_shards(states[key], share)
 
 
 def without_shares(states: Any) -> Any:

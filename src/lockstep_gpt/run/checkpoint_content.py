@@ -101,9 +101,8 @@ class SavedShards:
 
 def shards_of(tensor: Any) -> tuple[Any, ...]:
     """Return the tensors that make up a saved one, which is often whole."""
-    if isinstance(tensor, SavedShards):
-        return tensor.shards
-    return (tensor,)
+    shards: tuple[Any, ...] = getattr(tensor, "shards", (tensor,))
+    return shards
 
 
 def joined(states: Any) -> Any:
