@@ -25,12 +25,10 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
+from lockstep_gpt.distributed.rank_states import is_of_rank, state_of_rank, with_own_shards
 from lockstep_gpt.distributed.sharded_states import (
-    add_own_shards,
     gathered,
     share_of,
-    shares_in,
-    without_shares,
 )
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
@@ -216,11 +214,12 @@ class ShardedStrategy(ModelParallelStrategy):
             self._save_parts = save_parts
 
     def state_of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank alone needs of a checkpoint with shards, in the same memory.
+        """Return what this rank keeps of a checkpoint with shards; `load_checkpoint` accepts it."""
+        return state_of_rank(checkpoint, self._whole_shape)
 
-        `load_checkpoint` accepts it on the same rank of as many.
-        """
-        return {**without_shares(checkpoint), "shards": shares_in(checkpoint)}
+    def _whole_shape(self, name: str, weight: Tensor) -> torch.Size:
+        part = self._part_of(name)
+        return weight.shape if part is None else part.whole_shape(weight.shape)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -248,8 +247,8 @@ class ShardedStrategy(ModelParallelStrategy):
         checkpoint: dict[str, Any] = reader.load_checkpoint(
             checkpoint_path, weights_only=weights_only, whole=False
         )
-        if "shards" in checkpoint:
-            add_own_shards(checkpoint, checkpoint.pop("shards"))
+        if is_of_rank(checkpoint):
+            return with_own_shards(checkpoint)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -113,15 +113,6 @@ def copied_to_host(shares: dict[Any, Any]) -> dict[Any, Any]:
     return copies
 
 
-def add_own_shards(states: Any, shares: dict[Any, Any]) -> None:
-    """Put what `shares_in` has returned, on this rank of as many, in nested containers."""
-    for key, share in shares.items():
-        if isinstance(share, Tensor):
-            states[key] = OwnShard(share, tuple(share.shape))
-        else:
-            add_own_shards(states[key], share)
-
-
 def without_shares(states: Any) -> Any:
     """Return nested containers in which each shard is replaced by None."""
     if isinstance(states, dict):

@@ -45,6 +45,26 @@ def newest_complete(holdings: Holdings) -> HeldShards | None:
     return None
 
 
+def explain_loss(holdings: Holdings) -> str:
+    """Return why no state is complete, as a sentence without an end; empty if there are no shards.
+
+    Of the newest state.
+    """
+    all_held = {held for of_machine in holdings for held in of_machine}
+    if not all_held:
+        return ""
+    newest = max(all_held)
+    if newest.world_size != len(holdings):
+        return (
+            f"the shards of step {newest.step} are those of {newest.world_size} ranks, "
+            f"not of {len(holdings)}"
+        )
+    missing = [
+        str(rank) for rank in range(newest.world_size) if _holder_of(holdings, newest, rank) is None
+    ]
+    return f"of step {newest.step}, no machine has the shards of rank {', '.join(missing)}"
+
+
 def on_machine_of(holdings: Holdings, state: HeldShards, rank: int) -> HeldShards | None:
     """Return the shards of `rank` of the same state as `state`, if its own machine has them."""
     wanted = (*state[:3], rank)

@@ -1,0 +1,195 @@
+"""Shards of a run's states in memory: where they are, and how restarted ranks get their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch import Tensor
+
+from lockstep_gpt.distributed.machine_ring import MachineRing, wait_for
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
+from lockstep_gpt.run.held_states import (
+    HeldShards,
+    Transfer,
+    explain_loss,
+    newest_complete,
+    on_machine_of,
+    transfers_of,
+)
+from lockstep_gpt.run.memory_files import (
+    Header,
+    Identity,
+    KeptState,
+    SharedMemoryError,
+    make_folder,
+    states_in,
+)
+from lockstep_gpt.run.memory_slots import Slot, SlotPair, content_of, is_intact
+
+logger = logging.getLogger(__name__)
+
+
+class ShardCopies:
+    """A copy of what a rank of the machine before this one keeps, updated by a thread.
+
+    Args:
+        ring: connects the machines.
+        identity: of the run, on this machine.
+        kept: a copy that stays until the first new one.
+    """
+
+    def __init__(self, ring: MachineRing, identity: Identity, kept: KeptState | None) -> None:
+        self._ring = ring
+        self._identity = identity
+        path = kept.path if kept else None
+        self._slots = SlotPair(make_folder(identity), f"copy of {ring.previous}", path)
+
+    def update(self, header: Header, content: Tensor) -> None:
+        """Send this rank's shards to the next machine, and keep those of the machine before.
+
+        Raises:
+            NoRoomError, SharedMemoryError: this machine or the next can't keep a copy.
+            RuntimeError: a neighbor is gone.
+        """
+        received: list[tuple[Slot, Header]] = []
+
+        def make_room(label: bytes) -> Tensor:
+            theirs = header_of(label)
+            slot = self._slots.next_slot()
+            slot.reserve(theirs.size)
+            slot.unseal()
+            received.append((slot, theirs))
+            return slot.content[: theirs.size]
+
+        self._ring.exchange(header.pack(), content, make_room)
+        slot, theirs = received[0]
+        slot.write_header(replace(theirs, identity=self._identity))
+
+
+def header_of(label: bytes) -> Header:
+    """Return the header that another rank has packed."""
+    header = Header.unpack(label)
+    if header is None:
+        raise SharedMemoryError("the header of another machine's state was damaged on its way")
+    return header
+
+
+def part_of_rank(ranks: Ranks, era: int) -> dict[str, int]:
+    """Return which part of a state this rank's shards are, as a header has it."""
+    return {"era": era, "rank": ranks.rank, "world_size": ranks.world_size}
+
+
+def find_shards(identity: Identity, ranks: Ranks, ring: MachineRing | None) -> KeptState | None:
+    """Return this rank's shards of the newest state that all ranks can get; None: there is none.
+
+    What only another machine has travels to this one. Damaged shards are removed. Every rank must
+    call this.
+
+    Args:
+        identity: of the run, on this machine.
+        ranks: this process among all.
+        ring: connects the machines; None: there is one.
+    """
+    while True:
+        kept = {held_by(state): state for state in shards_in(identity)}
+        holdings = from_each_rank([*kept])
+        chosen = newest_complete(holdings)
+        if chosen is None:
+            reason = explain_loss(holdings)
+            if reason and ranks.rank == 0:
+                logger.warning("no state in memory is complete: %s", reason)
+            return None
+        transfers = transfers_of(holdings, chosen)
+        needed = [move.held for move in transfers if move.sender == ranks.rank]
+        own = on_machine_of(holdings, chosen, ranks.rank)
+        if own is not None:
+            needed.append(own)
+        if _any_damaged([kept[held] for held in needed]):
+            continue
+        if not transfers:
+            assert own is not None, "nothing has to travel"
+            return kept[own]
+        assert ring is not None, "all ranks of one machine see the same memory"
+        if not _transfer(transfers, kept, identity, ranks, ring):
+            return None
+
+
+def shards_in(identity: Identity) -> list[KeptState]:
+    """Return the shards of any rank in this machine's memory, not verified yet."""
+    try:
+        return [state for state in states_in(identity) if "era" in state.header.part]
+    except SharedMemoryError as fault:
+        logger.warning("%s: no state is read from memory", fault)
+        return []
+
+
+def held_by(state: KeptState) -> HeldShards:
+    """Return what other ranks must know of shards in this machine's memory."""
+    part = state.header.part
+    return HeldShards(part["era"], state.step, part["world_size"], part["rank"], str(state.path))
+
+
+def remove_other_shards(identity: Identity, chosen: KeptState | None) -> None:
+    """Remove what the run leaves behind, once every rank has `chosen`; None: all shards."""
+    for state in shards_in(identity):
+        is_same = chosen is not None and held_by(state)[:3] == held_by(chosen)[:3]
+        if not is_same:
+            state.path.unlink(missing_ok=True)
+
+
+def _any_damaged(states: list[KeptState]) -> bool:
+    """Remove damaged ones; return whether any rank had one."""
+    damaged = [state for state in states if not is_intact(state)]
+    for state in damaged:
+        logger.warning("removed %s, which was damaged", state.path)
+        state.path.unlink(missing_ok=True)
+    return any(from_each_rank(len(damaged)))
+
+
+def _transfer(
+    transfers: list[Transfer],
+    kept: dict[HeldShards, KeptState],
+    identity: Identity,
+    ranks: Ranks,
+    ring: MachineRing,
+) -> bool:
+    """Move shards to the machines of their ranks; return whether there is room for all."""
+    outgoing = [move for move in transfers if move.sender == ranks.rank]
+    incoming = [move for move in transfers if move.receiver == ranks.rank]
+    headers: dict[HeldShards, Header] = {}
+    for sent in from_each_rank({move.held: kept[move.held].header for move in outgoing}):
+        headers |= sent
+    slots = []
+    fault = None
+    try:
+        slots = [_empty_slot(identity, ranks, headers[move.held].size) for move in incoming]
+    except SharedMemoryError as error:
+        fault = str(error)
+    faults = [*filter(None, from_each_rank(fault))]
+    if faults:
+        if ranks.rank == 0:
+            logger.warning("no state is read from memory: %s", faults[0])
+        return False
+    contents = [content_of(kept[move.held]) for move in outgoing]
+    works = []
+    for move, content in zip(outgoing, contents, strict=True):
+        works += ring.send(content, move.receiver)
+    for move, slot in zip(incoming, slots, strict=True):
+        works += ring.receive(slot.content[: headers[move.held].size], move.sender)
+    wait_for(works)
+    for move, slot in zip(incoming, slots, strict=True):
+        slot.write_header(replace(headers[move.held], identity=identity))
+        slot.close()
+    return True
+
+
+def _empty_slot(identity: Identity, ranks: Ranks, size: int) -> Slot:
+    slot = SlotPair(make_folder(identity), name_of(ranks.rank)).next_slot()
+    slot.reserve(size)
+    return slot
+
+
+def name_of(rank: int) -> str:
+    """Return the name of the slots of `rank`."""
+    return f"rank {rank}"

@@ -1,0 +1,210 @@
+"""Each rank's shards in memory, on machines that have folders of their own for it."""
+
+import pytest
+import torch
+
+from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.run import memory_files
+from lockstep_gpt.run.memory_files import Identity, SharedMemoryError, make_folder, states_in
+from lockstep_gpt.run.memory_shards import (
+    ShardCopies,
+    find_shards,
+    name_of,
+    part_of_rank,
+    remove_other_shards,
+)
+from lockstep_gpt.run.memory_slots import Layout, SlotPair, read_state
+
+IDENTITY = Identity("0123456789abcdef", "/runs/first", "boot")
+
+
+def state_of(rank, step):
+    return {"numbers": torch.arange(500.0 + 100 * rank) * (rank + 1) + step, "step": step}
+
+
+class Machine:
+    """What one of four ranks has: two machines with two ranks each."""
+
+    def __init__(self, folder, rank, boot="boot"):
+        self.ranks = Ranks(rank, rank % 2, 4, 2)
+        self.memory = folder / f"machine {rank // 2}"
+        self.memory.mkdir(exist_ok=True)
+        memory_files.SHARED_MEMORY = self.memory  # in this rank's process
+        self.identity = Identity(IDENTITY.token, IDENTITY.run, f"{boot} {rank // 2}")
+        self.ring = MachineRing(self.ranks, 60)
+
+    def keep(self, *steps, era=1, copies=True):
+        own = SlotPair(make_folder(self.identity), name_of(self.ranks.rank))
+        others = ShardCopies(self.ring, self.identity, None)
+        for step in steps:
+            slot = own.next_slot()
+            layout = Layout(state_of(self.ranks.rank, step))
+            slot.fill(layout)
+            slot.seal(layout, self.identity, step, part_of_rank(self.ranks, era))
+            if copies:
+                (kept,) = (kept for kept in states_in(self.identity) if kept.path == slot.path)
+                others.update(kept.header, slot.content[: kept.header.size])
+
+    def found(self):
+        kept = find_shards(self.identity, self.ranks, self.ring)
+        if kept is None:
+            return None
+        state = read_state(kept)
+        step = state["step"]
+        assert torch.equal(state["numbers"], state_of(self.ranks.rank, step)["numbers"])
+        assert kept.header.identity == self.identity
+        return step
+
+    def files(self):
+        return {path.name: path for path in self.identity.folder.iterdir()}
+
+
+@pytest.fixture
+def on_machines(on_ranks, tmp_path):
+    """Run a function with each of four ranks' `Machine`."""
+    return lambda function: on_ranks(4, lambda rank: function(Machine(tmp_path, rank)))
+
+
+def test_ranks_find_their_shards_in_their_own_machine(on_machines):
+    def keep_and_find(machine):
+        machine.keep(4, 6, 8)
+        names = sorted(machine.files())
+        return machine.found(), names
+
+    for rank, (step, names) in enumerate(on_machines(keep_and_find)):
+        assert step == 8
+        first = rank // 2 * 2
+        holds = [f"rank {first}", f"rank {first + 1}"]
+        copies = [f"copy of {(first + 2) % 4}", f"copy of {(first + 3) % 4}"]
+        assert names == [f"{name}.{number}" for name in sorted(holds + copies) for number in (0, 1)]
+
+
+def test_a_replaced_machine_gets_its_shards_from_the_next_one(on_machines):
+    def lose_and_find(machine):
+        machine.keep(4, 6)
+        torch.distributed.barrier()
+        if machine.ranks.rank in (0, 1):
+            memory_files.remove_states(machine.identity)
+        torch.distributed.barrier()
+        step = machine.found()
+        return step, machine.found()  # now everything is where it belongs
+
+    assert on_machines(lose_and_find) == [(6, 6)] * 4
+
+
+def test_damaged_shards_are_replaced_by_their_copy(on_machines):
+    def damage_and_find(machine):
+        machine.keep(4, 6)
+        if machine.ranks.rank == 3:
+            (newest,) = (
+                kept
+                for kept in states_in(machine.identity)
+                if kept.step == 6 and kept.path.name.startswith("rank 3")
+            )
+            damage(newest.path)
+        return machine.found(), machine.found()
+
+    assert on_machines(damage_and_find) == [(6, 6)] * 4
+
+
+def test_if_the_copy_is_damaged_too_the_state_before_serves(on_machines):
+    def damage_and_find(machine):
+        machine.keep(4, 6)
+        torch.distributed.barrier()
+        states = states_in(machine.identity) if machine.ranks.local_rank == 0 else []
+        for kept in states:
+            if kept.step == 6 and kept.path.name[:-2] in ("rank 3", "copy of 3"):
+                damage(kept.path)
+        torch.distributed.barrier()
+        return machine.found()
+
+    assert on_machines(damage_and_find) == [4] * 4
+
+
+def damage(path):
+    with path.open("r+b") as file:
+        file.seek(memory_files.HEADER_BYTES + 100)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_without_a_rank_s_shards_no_state_is_found_and_one_line_says_so(on_machines, caplog):
+    def lose_and_find(machine):
+        machine.keep(4, 6, copies=False)
+        torch.distributed.barrier()
+        if machine.ranks.rank == 2:
+            for name in ("rank 2.0", "rank 2.1"):
+                machine.files()[name].unlink()
+        caplog.clear()
+        step = machine.found()
+        return step, [record.getMessage() for record in caplog.records]
+
+    line = "no state in memory is complete: of step 6, no machine has the shards of rank 2"
+    assert on_machines(lose_and_find) == [(None, [line]), *[(None, [])] * 3]
+
+
+def test_a_machine_without_room_for_its_shards_lets_all_use_the_disk(
+    on_machines, caplog, monkeypatch
+):
+    def lose_and_find(machine):
+        machine.keep(4, 6)
+        torch.distributed.barrier()
+        if machine.ranks.rank in (0, 1):
+            memory_files.remove_states(machine.identity)
+        torch.distributed.barrier()
+        caplog.clear()
+        if machine.ranks.rank == 1:
+            monkeypatch.setattr("os.posix_fallocate", refuse)
+        step = machine.found()
+        return step, [record.getMessage() for record in caplog.records]
+
+    results = on_machines(lose_and_find)
+    assert [step for step, _ in results] == [None] * 4
+    (line,) = results[0][1]
+    assert "no state is read from memory: " in line
+    assert line.endswith("rank 1.0 cannot grow (No space left on device)")
+
+
+def refuse(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_memory_is_the_fault_of_one_machine_and_known_to_its_neighbor(
+    on_machines, monkeypatch
+):
+    def fill_and_keep(machine):
+        machine.keep(4)
+        if machine.ranks.rank == 0:
+            monkeypatch.setattr("os.posix_fallocate", refuse)
+        others = ShardCopies(machine.ring, machine.identity, None)
+        (own,) = (
+            kept
+            for kept in states_in(machine.identity)
+            if kept.path.name == f"rank {machine.ranks.rank}.0"
+        )
+        content = torch.zeros(own.header.size, dtype=torch.uint8)
+        try:
+            others.update(own.header, content)
+        except (SharedMemoryError, NoRoomError) as fault:
+            return type(fault).__name__
+        return "kept"
+
+    assert on_machines(fill_and_keep) == ["SharedMemoryError", "kept", "NoRoomError", "kept"]
+
+
+def test_what_the_run_has_left_behind_is_removed(on_machines):
+    def keep_and_remove(machine):
+        machine.keep(4, 6)
+        torch.distributed.barrier()
+        kept = find_shards(machine.identity, machine.ranks, machine.ring)
+        remove_other_shards(machine.identity, kept)
+        torch.distributed.barrier()
+        steps = [state.step for state in states_in(machine.identity)]
+        torch.distributed.barrier()
+        remove_other_shards(machine.identity, None)
+        torch.distributed.barrier()
+        return steps, states_in(machine.identity)
+
+    assert on_machines(keep_and_remove) == [([6] * 4, [])] * 4
