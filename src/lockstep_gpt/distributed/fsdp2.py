@@ -208,10 +208,8 @@ class ShardedStrategy(ModelParallelStrategy):
         """Return states as shards in this context, also without `save_parts`."""
         save_parts = self._save_parts
         self._save_parts = True
-        try:
-            yield
-        finally:
-            self._save_parts = save_parts
+        yield
+        self._save_parts = save_parts
 
     def state_of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank keeps of a checkpoint with shards; `load_checkpoint` accepts it."""
@@ -227,9 +225,6 @@ class ShardedStrategy(ModelParallelStrategy):
         """Write a checkpoint; every rank must call this.
 
         The parts are written first, the checkpoint that names them last: until then, there is none.
-
-        Raises:
-            RunError: on the ranks whose file cannot be written; the other ranks lose these peers.
         """
         path = Path(filepath)
         if self._save_parts:
