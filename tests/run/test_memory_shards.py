@@ -14,7 +14,8 @@ from lockstep_gpt.run.memory_shards import (
     part_of_rank,
     remove_other_shards,
 )
-from lockstep_gpt.run.memory_slots import Layout, SlotPair, read_state
+from lockstep_gpt.run.memory_slots import Layout, SlotPair
+from lockstep_gpt.run.memory_states import read_state
 
 IDENTITY = Identity("0123456789abcdef", "/runs/first", "boot")
 
@@ -137,6 +138,7 @@ def test_without_a_rank_s_shards_no_state_is_found_and_one_line_says_so(on_machi
         if machine.ranks.rank == 2:
             for name in ("rank 2.0", "rank 2.1"):
                 machine.files()[name].unlink()
+        torch.distributed.barrier()
         caplog.clear()
         step = machine.found()
         return step, [record.getMessage() for record in caplog.records]

@@ -14,11 +14,11 @@ from lockstep_gpt.run.memory_files import (
     Identity,
     SharedMemoryError,
     make_folder,
-    new_token,
     remove_states,
     states_in,
 )
-from lockstep_gpt.run.memory_slots import Layout, Slot, SlotPair, is_intact, read_state
+from lockstep_gpt.run.memory_slots import Layout, Slot, SlotPair
+from lockstep_gpt.run.memory_states import is_intact, read_state
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def identity(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_files, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     (tmp_path / "run").mkdir()
-    return Identity.of(tmp_path / "run", new_token())
+    return Identity.of(tmp_path / "run", "0123")
 
 
 def write(slot: Slot, identity: Identity, step: int, state: Any) -> None:
@@ -141,7 +141,7 @@ def test_a_state_is_of_one_run_in_one_place_since_one_boot(identity, tmp_path, m
     write(Slot(make_folder(identity) / "state.0"), identity, 1, state_of(1.0))
     (tmp_path / "copy").mkdir()
     assert states_in(Identity.of(tmp_path / "copy", identity.token)) == []
-    assert states_in(Identity.of(tmp_path / "run", new_token())) == []
+    assert states_in(Identity.of(tmp_path / "run", "4567")) == []
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")
     monkeypatch.setattr(memory_files, "BOOT_ID", boot)

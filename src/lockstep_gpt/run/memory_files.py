@@ -7,21 +7,23 @@ them. The header is written last and cleared first, so what a killed process lea
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import itertools
 import json
 import os
-import secrets
 import shutil
 import stat
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from lockstep_gpt import PROGRAM
+from lockstep_gpt.run.directory import RunDirectory
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux's file system in memory; other systems have none
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LOCK = ".lock"  # the end of the name of a file that a writer locks while it lives
 FORMAT = 1
 HEADER_BYTES = 1 << 15  # a path of 4,096 characters fits, also if each is escaped
 SEAL_BYTES = 32  # the header's SHA-256, which comes first
@@ -111,9 +113,12 @@ class KeptState:
         return self.header.step
 
 
-def new_token() -> str:
-    """Return a name for a run that no other run has."""
-    return secrets.token_hex(8)
+def identity_of(directory: RunDirectory) -> Identity | None:
+    """Return the identity of a run on this machine; None if an earlier version created it."""
+    token = directory.token()
+    if token is None:
+        return None
+    return Identity.of(directory.path, token)
 
 
 def digest_of(content: Any, containers_at: int) -> str:
@@ -147,14 +152,23 @@ def states_in(identity: Identity) -> list[KeptState]:
     if not folder.is_dir():
         return []
     refuse_foreign(folder)
-    states = []
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # removed meanwhile
-            with path.open("rb") as file:
-                header = Header.unpack(file.read(HEADER_BYTES))
-            if header is not None and header.identity == identity:
-                states.append(KeptState(path, header))
+    states = [
+        KeptState(path, header)
+        for path, header in _headers_in(folder).items()
+        if header.identity == identity
+    ]
     return sorted(states, key=lambda state: state.step, reverse=True)
+
+
+def _headers_in(folder: Path) -> dict[Path, Header]:
+    """Return the header of each complete state."""
+    headers = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError), path.open("rb") as file:  # else removed meanwhile
+            header = Header.unpack(file.read(HEADER_BYTES))
+            if header is not None:
+                headers[path] = header
+    return headers
 
 
 def make_folder(identity: Identity) -> Path:
@@ -174,6 +188,35 @@ def make_folder(identity: Identity) -> Path:
     return folder
 
 
+def claim_name(folder: Path) -> tuple[str, BinaryIO]:
+    """Return a name for a writer's files that no living process has, and what keeps it.
+
+    Usually it is `0`. Machines that share their memory, such as containers, have different ones.
+
+    Raises:
+        SharedMemoryError: the folder is gone or not writable.
+    """
+    for number in itertools.count():
+        name = str(number)
+        try:
+            lock = (folder / f"{name}{LOCK}").open("ab")
+        except OSError as error:
+            raise SharedMemoryError(f"{folder} cannot be written ({error.strerror})") from None
+        if _take(lock):
+            return name, lock
+        lock.close()
+    raise AssertionError("there is always another number")
+
+
+def _take(lock: BinaryIO) -> bool:
+    """Lock a file until this process ends; return whether no other process has."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def refuse_foreign(folder: Path) -> None:
     """Raise a `SharedMemoryError` unless `folder` is a folder that only this user can open."""
     status = folder.lstat()
@@ -188,23 +231,36 @@ def remove_states(identity: Identity) -> None:
     shutil.rmtree(identity.folder, ignore_errors=True)
 
 
-def runs_in_memory() -> Iterator[Identity]:
-    """Yield the runs of this user that have states in this machine's memory, one for each folder.
+def remove_abandoned() -> None:
+    """Remove this user's states of runs that nobody continues: done, deleted, or of another boot.
 
-    Of a folder without a complete state, only the token is known.
+    A folder that a living process uses stays, whatever it contains.
     """
-    prefix = _prefix()
-    for folder in sorted(SHARED_MEMORY.glob(f"{prefix}*")):
-        token = folder.name.removeprefix(prefix)
-        run = ""
-        boot = ""
-        for path in folder.iterdir():
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                header = Header.unpack(file.read(HEADER_BYTES))
-                if header is not None:
-                    run = header.identity.run
-                    boot = header.identity.boot
-        yield Identity(token, run, boot)
+    for folder in sorted(SHARED_MEMORY.glob(f"{_prefix()}*")):
+        with contextlib.suppress(OSError, SharedMemoryError):  # another command does the same
+            refuse_foreign(folder)
+            if _is_unused(folder) and _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_unused(folder: Path) -> bool:
+    """Return whether a process has used `folder`, and none does now."""
+    locks = [*folder.glob(f"*{LOCK}")]
+    for path in locks:
+        with path.open("ab") as lock:
+            if not _take(lock):
+                return False
+    return bool(locks)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether no complete state in `folder` is of an unfinished run that still exists."""
+    for header in _headers_in(folder).values():
+        directory = RunDirectory(Path(header.identity.run))
+        is_current = header.identity == identity_of(directory)
+        if is_current and directory.read_summary().get("status") != "done":
+            return False
+    return True
 
 
 def _prefix() -> str:

@@ -25,7 +25,8 @@ from lockstep_gpt.run.memory_files import (
     make_folder,
     states_in,
 )
-from lockstep_gpt.run.memory_slots import Slot, SlotPair, content_of, is_intact
+from lockstep_gpt.run.memory_slots import Slot, SlotPair
+from lockstep_gpt.run.memory_states import content_of, is_intact
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,8 @@ class ShardCopies:
         def make_room(label: bytes) -> Tensor:
             theirs = header_of(label)
             slot = self._slots.next_slot()
-            slot.reserve(theirs.size)
-            slot.unseal()
             received.append((slot, theirs))
-            return slot.content[: theirs.size]
+            return slot.empty(theirs.size)
 
         self._ring.exchange(header.pack(), content, make_room)
         slot, theirs = received[0]
@@ -186,7 +185,7 @@ def _transfer(
 
 def _empty_slot(identity: Identity, ranks: Ranks, size: int) -> Slot:
     slot = SlotPair(make_folder(identity), name_of(ranks.rank)).next_slot()
-    slot.reserve(size)
+    slot.empty(size)
     return slot
 
 

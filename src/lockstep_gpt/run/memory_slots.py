@@ -1,7 +1,7 @@
-"""Slots: files in shared memory to which a rank copies a run's state, and from which ranks read it.
+"""Slots: files in shared memory to which a rank copies a run's state.
 
 A writer has two, which alternate: while it overwrites one, the other is complete. Their pages stay,
-so a copy costs no more than moving the bytes. A reader maps a file: tensors are views of it.
+so a copy costs no more than moving the bytes.
 """
 
 from __future__ import annotations
@@ -12,43 +12,25 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep_gpt.run.checkpoint_content import UNREADABLE
 from lockstep_gpt.run.memory_files import (
     HEADER_BYTES,
     SEAL_BYTES,
     Header,
     Identity,
-    KeptState,
     SharedMemoryError,
     digest_of,
 )
+from lockstep_gpt.run.memory_states import Place
 
 ALIGNMENT = 64  # bytes; where vector instructions are fastest
 # Values that nothing changes in place.
 IMMUTABLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor's numbers are: it stands for the tensor in a slot's containers."""
-
-    start: int  # bytes after the header
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]  # of numbers, which have no gaps between them
-
-    def view_of(self, content: Tensor) -> Tensor:
-        """Return the tensor as a view of a slot's bytes."""
-        count = torch.Size(self.shape).numel()
-        stored = content[self.start : self.start + count * self.dtype.itemsize].view(self.dtype)
-        return stored.as_strided(self.shape, self.stride)
 
 
 class Layout:
@@ -125,7 +107,8 @@ class Slot:
         try:
             # At once: writing to a page that there isn't would kill the process.
             os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + size)
-            self._map = mmap.mmap(self._descriptor, HEADER_BYTES + size)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # the first copy is as fast
+            self._map = mmap.mmap(self._descriptor, HEADER_BYTES + size, flags)
         except OSError as error:
             raise SharedMemoryError(f"{self.path} cannot grow ({error.strerror})") from None
         self.capacity = size
@@ -139,9 +122,7 @@ class Slot:
 
     def fill(self, layout: Layout, copy_tensors: Callable[..., None] = copy_now) -> None:
         """Start to overwrite the slot with a state's tensors; until `seal`, it is no state."""
-        self._refuse_removed()
-        self.reserve(layout.size)
-        self.unseal()
+        self.empty(layout.size)
         views = [self._view_of(place) for place in layout.tensors]
         copy_tensors(views, [*layout.tensors.values()])
 
@@ -178,9 +159,12 @@ class Slot:
         digest = digest_of(content, layout.size)
         self.write_header(Header(identity, step, layout.size, size, digest, part or {}))
 
-    def unseal(self) -> None:
-        """Mark the slot as incomplete."""
+    def empty(self, size: int) -> Tensor:
+        """Mark the slot as incomplete; return the place of `size` bytes after the header."""
+        self._refuse_removed()
+        self.reserve(size)
         self._map[:HEADER_BYTES] = bytes(HEADER_BYTES)
+        return self._content[:size]
 
     def write_header(self, header: Header) -> None:
         """Mark the slot as complete, once all its bytes are there."""
@@ -242,61 +226,6 @@ class SlotPair:
         slot = self._slot(self._next)
         self._next = 1 - self._next
         return slot
-
-
-def read_state(state: KeptState) -> dict[str, Any]:
-    """Return the containers and tensors of a state in this machine's memory.
-
-    Its large tensors are views of the file, whose pages all processes of a machine share: copy
-    those that you keep.
-
-    Raises:
-        SharedMemoryError: it is gone, or its containers have more than tensors and values.
-    """
-    header = state.header
-    content = content_of(state)
-    packed = content[header.containers_at :].numpy().tobytes()
-    try:
-        with torch.serialization.safe_globals([Place]):
-            containers = torch.load(io.BytesIO(packed), weights_only=True)
-    except (pickle.UnpicklingError, *UNREADABLE) as error:
-        raise SharedMemoryError(f"{state.path} cannot be read ({error})") from None
-    filled: dict[str, Any] = _filled(containers, content)
-    return filled
-
-
-def _filled(value: Any, content: Tensor) -> Any:
-    if isinstance(value, Place):
-        return value.view_of(content)
-    if isinstance(value, dict):
-        for name, item in value.items():
-            value[name] = _filled(item, content)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(_filled(item, content) for item in value)
-    return value
-
-
-def is_intact(state: KeptState) -> bool:
-    """Return whether all bytes of a state are those that were written."""
-    try:
-        content = content_of(state)
-    except SharedMemoryError:
-        return False
-    return digest_of(content.numpy(), state.header.containers_at) == state.header.digest
-
-
-def content_of(state: KeptState) -> Tensor:
-    """Return the bytes of a state after its header; what this process changes stays its own."""
-    size = HEADER_BYTES + state.header.size
-    try:
-        if state.path.stat().st_size < size:
-            raise SharedMemoryError(f"{state.path} is cut off")
-        # Private: torch takes no view of what can't be written.
-        mapped = torch.from_file(str(state.path), shared=False, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:
-        raise SharedMemoryError(f"{state.path} cannot be read ({error})") from None
-    return mapped[HEADER_BYTES:]
 
 
 def _aligned(size: int) -> int:
