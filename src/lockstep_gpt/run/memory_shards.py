@@ -26,7 +26,7 @@ from lockstep_gpt.run.memory_files import (
     states_in,
 )
 from lockstep_gpt.run.memory_slots import Slot, SlotPair
-from lockstep_gpt.run.memory_states import content_of, is_intact
+from lockstep_gpt.run.memory_states import mapped, is_intact
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def _transfer(
         if ranks.rank == 0:
             logger.warning("no state is read from memory: %s", faults[0])
         return False
-    contents = [content_of(kept[move.held]) for move in outgoing]
+    contents = [mapped(kept[move.held]) for move in outgoing]
     works = []
     for move, content in zip(outgoing, contents, strict=True):
         works += ring.send(content, move.receiver)
