@@ -27,6 +27,7 @@ from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.rank_states import is_of_rank, state_of_rank, with_own_shards
 from lockstep_gpt.distributed.sharded_states import (
+    OwnShard,
     gathered,
     share_of,
 )
@@ -285,6 +286,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
         """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
+        if isinstance(value, OwnShard):
+            return share_of(value, place)
         part = self._part_of(name)
         shape: Any = getattr(value, "shape", None)  # of a step count: empty
         if part is not None and shape:

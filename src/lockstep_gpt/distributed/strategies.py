@@ -4,12 +4,14 @@ A strategy of your own is a function here or elsewhere that `_target_` names. If
 each have the whole model, its class has the methods of `ModelLayout`.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.tensor_splits import TensorPart
@@ -61,6 +63,22 @@ class WholeModels:
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm."""
         return norm
+
+
+@runtime_checkable
+class ShardedStates(Protocol):
+    """A strategy that can give each rank its own shards of a state, and take them back."""
+
+    def states_in_shards(self) -> AbstractContextManager[None]:
+        """Return states as shards in this context."""
+
+    def state_of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank keeps of a checkpoint with shards; `load_checkpoint` accepts it."""
+
+
+def is_sharded(config: Config, world_size: int) -> bool:
+    """Return whether the strategy of `config`, over so many ranks, has `ShardedStates`."""
+    return world_size > 1 and config.strategy.get("_target_") == f"{__name__}.fsdp2"
 
 
 def layout_of(strategy: Strategy) -> ModelLayout:

@@ -69,6 +69,8 @@ def newest_here(identity: Identity) -> KeptState | None:
     """Return the newest state in this machine's memory that matches its digest."""
     try:
         for state in states_in(identity):
+            if state.header.part:
+                continue  # one rank's shards
             if is_intact(state):
                 return state
             logger.warning("skipped the state of step %d in memory: it is damaged", state.step)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
+from typing import Self
 
 from torch import Tensor
 
-from lockstep_gpt.distributed.machine_ring import MachineRing, wait_for
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
+from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError, wait_for
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
 from lockstep_gpt.run.held_states import (
     HeldShards,
     Transfer,
@@ -26,9 +28,68 @@ from lockstep_gpt.run.memory_files import (
     states_in,
 )
 from lockstep_gpt.run.memory_slots import Slot, SlotPair
-from lockstep_gpt.run.memory_states import mapped, is_intact
+from lockstep_gpt.run.memory_states import is_intact, mapped
 
 logger = logging.getLogger(__name__)
+
+
+COPY_RATE = 1e9  # bytes per second that a core sends or receives through a socket
+
+
+class RankShards:
+    """What a rank keeps in memory if a state is spread over all ranks.
+
+    Args:
+        ranks: this process among all.
+        ring: connects the machines; None: there is one.
+    """
+
+    def __init__(self, ranks: Ranks, ring: MachineRing | None) -> None:
+        self.ranks = ranks
+        self.ring = ring
+        self.name = name_of(ranks.rank)
+        self.part: dict[str, int] = {}  # which part of a state this rank's shards are
+        self.has_copy = ring is None  # of what the run continues from, here or nowhere needed
+        self._copies: ShardCopies | None = None
+
+    @classmethod
+    def connected(cls, ranks: Ranks, seconds: float) -> Self:
+        """Connect the machines; every rank must call this.
+
+        Args:
+            ranks: this process among all.
+            seconds: the longest wait for another rank.
+        """
+        ring = None
+        if ranks.num_nodes > 1:
+            ring = MachineRing(ranks, seconds)
+        return cls(ranks, ring)
+
+    def begin_era(self, kept: KeptState | None) -> None:
+        """Continue the era of what the run continues from, or begin one; all ranks must call it."""
+        era = from_rank_zero(time.time_ns())
+        if kept is not None:
+            era = kept.header.part["era"]
+        self.part = part_of_rank(self.ranks, era)
+
+    def start(self, identity: Identity, size: int, kept: KeptState | None) -> None:
+        """Take memory for copies of `size` bytes, or raise a `SharedMemoryError`."""
+        if self.ring is not None:
+            copy = copy_of(self.ring.previous, identity, kept)
+            self.has_copy = copy is not None
+            self._copies = ShardCopies(self.ring, identity, copy)
+            self._copies.reserve(size)
+
+    def copy(self, header: Header, content: Tensor) -> float:
+        """Copy this rank's shards to the next machine, if there is one; return the CPU seconds.
+
+        Raises:
+            SharedMemoryError: a machine can't keep the copy, or is gone.
+        """
+        if self._copies is None:
+            return 0.0
+        self._copies.update(header, content)
+        return 2 * header.size / COPY_RATE  # gloo's threads send and receive
 
 
 class ShardCopies:
@@ -46,12 +107,15 @@ class ShardCopies:
         path = kept.path if kept else None
         self._slots = SlotPair(make_folder(identity), f"copy of {ring.previous}", path)
 
+    def reserve(self, size: int) -> None:
+        """Take memory for copies of `size` bytes, or raise a `SharedMemoryError`."""
+        self._slots.reserve(size)
+
     def update(self, header: Header, content: Tensor) -> None:
         """Send this rank's shards to the next machine, and keep those of the machine before.
 
         Raises:
-            NoRoomError, SharedMemoryError: this machine or the next can't keep a copy.
-            RuntimeError: a neighbor is gone.
+            SharedMemoryError: this machine or the next can't keep a copy, or a neighbor is gone.
         """
         received: list[tuple[Slot, Header]] = []
 
@@ -61,7 +125,12 @@ class ShardCopies:
             received.append((slot, theirs))
             return slot.empty(theirs.size)
 
-        self._ring.exchange(header.pack(), content, make_room)
+        try:
+            self._ring.exchange(header.pack(), content, make_room)
+        except NoRoomError as error:
+            raise SharedMemoryError(str(error)) from None
+        except RuntimeError as error:
+            raise SharedMemoryError(f"another machine is lost ({first_line(error)})") from None
         slot, theirs = received[0]
         slot.write_header(replace(theirs, identity=self._identity))
 
@@ -72,6 +141,19 @@ def header_of(label: bytes) -> Header:
     if header is None:
         raise SharedMemoryError("the header of another machine's state was damaged on its way")
     return header
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of torch, which has a stack in the others."""
+    return str(error).partition("\n")[0]
+
+
+def copy_of(rank: int, identity: Identity, kept: KeptState | None) -> KeptState | None:
+    """Return this machine's copy of the shards of `rank`, of the same state as `kept`."""
+    if kept is None:
+        return None
+    wanted = (*held_by(kept)[:3], rank)
+    return next((state for state in shards_in(identity) if held_by(state)[:4] == wanted), None)
 
 
 def part_of_rank(ranks: Ranks, era: int) -> dict[str, int]:
@@ -127,6 +209,25 @@ def held_by(state: KeptState) -> HeldShards:
     """Return what other ranks must know of shards in this machine's memory."""
     part = state.header.part
     return HeldShards(part["era"], state.step, part["world_size"], part["rank"], str(state.path))
+
+
+def newest_shards(identity: Identity, shards: RankShards, at_least: int) -> KeptState | None:
+    """Return this rank's shards of the newest state in memory, and remove all others.
+
+    Every rank must call this.
+
+    Args:
+        identity: of the run, on this machine.
+        shards: of this rank.
+        at_least: rank 0's newest checkpoint; an older state than that is none.
+    """
+    kept = find_shards(identity, shards.ranks, shards.ring)
+    at_least = from_rank_zero(at_least)
+    if kept is not None and kept.step < at_least:
+        kept = None
+    remove_other_shards(identity, kept)
+    from_each_rank(None)  # before one of them writes
+    return kept
 
 
 def remove_other_shards(identity: Identity, chosen: KeptState | None) -> None:

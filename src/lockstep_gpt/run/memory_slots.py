@@ -134,7 +134,7 @@ class Slot:
 
     def seal(
         self, layout: Layout, identity: Identity, step: int, part: dict[str, int] | None = None
-    ) -> None:
+    ) -> Header:
         """Complete the state whose tensors are in the slot; another thread may call this.
 
         Args:
@@ -157,7 +157,9 @@ class Slot:
         content = memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + size]
         content[layout.size :] = packed
         digest = digest_of(content, layout.size)
-        self.write_header(Header(identity, step, layout.size, size, digest, part or {}))
+        header = Header(identity, step, layout.size, size, digest, part or {})
+        self.write_header(header)
+        return header
 
     def empty(self, size: int) -> Tensor:
         """Mark the slot as incomplete; return the place of `size` bytes after the header."""

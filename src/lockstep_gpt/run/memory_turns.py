@@ -9,12 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SHARE = 0.01  # of the training time that keeping states may take
+# A rank's ballot, of which the largest decides.
+NOTHING = 0
+KEEP = 1  # rank 0's wish
+NOT_NOW = 2  # of a rank whose last state isn't complete yet, or that has no room for more
 FIRST = 2  # steps before the first state: the first step prepares much, and may compile
 
 
 @dataclass
 class MemoryTurns:
-    """Decides on rank 0; the others learn it with the vote to stop, one step ahead.
+    """Decides on rank 0; the others agree or not with the vote to stop, one step ahead.
 
     Args:
         setting: `checkpoint.memory`: auto, a number of steps, or false.
@@ -25,6 +29,8 @@ class MemoryTurns:
     decided: bool = False  # whether all ranks keep the state after this step
     # On rank 0: whether something that a state contains is not complete yet.
     is_blocked: Callable[[], bool] = field(default=lambda: False, repr=False)
+    # On a rank with shards, of which a state needs all: whether it can't keep the next ones.
+    is_unable: Callable[[], bool] = field(default=lambda: False, repr=False)
     background: float = 0.0  # seconds of work next to training that the last state has taken
     _last: int = field(default=0, init=False)  # step of the last state, or where training began
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
@@ -34,8 +40,14 @@ class MemoryTurns:
         """Note the step from which this process trains."""
         self._last = step
 
-    def wish(self, step: int) -> bool:
-        """Return whether rank 0 wants to keep the state after `step`, the next one."""
+    def ballot(self, step: int) -> int:
+        """Return this rank's ballot on keeping the state after `step`, the next one."""
+        if self.is_unable():
+            return NOT_NOW
+        return KEEP if self._wish(step) else NOTHING
+
+    def _wish(self, step: int) -> bool:
+        """Return whether rank 0 wants to keep the state after `step`."""
         if not self.is_on or self.is_blocked():
             return False
         if self.setting != "auto":

@@ -8,7 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory_copies import DeviceCopies
 from lockstep_gpt.run.memory_files import (
@@ -20,15 +22,25 @@ from lockstep_gpt.run.memory_files import (
     make_folder,
     remove_states,
 )
+from lockstep_gpt.run.memory_shards import RankShards
 from lockstep_gpt.run.memory_slots import Layout, Slot, SlotPair
+from lockstep_gpt.run.memory_states import mapped
 
 logger = logging.getLogger(__name__)
 
 
-def writer_of(directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
-    """Return what writes this machine's states, on its first rank; None on the others."""
+def writer_of(directory: RunDirectory, config: Config, ranks: Ranks) -> MemoryWriter | None:
+    """Return what writes this machine's states, on its first rank; None on the others.
+
+    If ranks have shards, each writes its own. Every rank must call this.
+    """
     identity = identity_of(directory)
-    if ranks.local_rank > 0 or identity is None:
+    if identity is None or config.checkpoint.memory is False:
+        return None
+    if is_sharded(config, ranks.world_size):
+        seconds = config.strategy["timeout_seconds"]
+        return MemoryWriter(identity, RankShards.connected(ranks, seconds))
+    if ranks.local_rank > 0:
         return None
     return MemoryWriter(identity)
 
@@ -40,10 +52,12 @@ class MemoryWriter:
 
     Args:
         identity: of the run.
+        shards: what this rank keeps, if it isn't the whole state.
     """
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, shards: RankShards | None = None) -> None:
         self.identity = identity
+        self.shards = shards
         self.fault: str | None = None  # why nothing is kept any more
         self.seconds = 0.0  # of work in the background that competes with training, per state
         self.copies = DeviceCopies()
@@ -79,12 +93,21 @@ class MemoryWriter:
         """
         self._claim()
         assert self._folder is not None
-        pair = SlotPair(self._folder, self._name, kept.path if kept else None)
+        name = self.shards.name if self.shards else self._name
+        pair = SlotPair(self._folder, name, kept.path if kept else None)
         pair.reserve(size)
+        if self.shards is not None:
+            self.shards.start(self.identity, size, kept)
         self._pair = pair
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
 
-    def write(self, step: int, state: dict[str, Any], part: dict[str, int] | None = None) -> None:
+    def copy_to_next_machine(self, kept: KeptState) -> None:
+        """Give the next machine what the run continues from, in the background."""
+        assert self._thread is not None
+        assert self.shards is not None
+        self._pending = self._thread.submit(self.shards.copy, kept.header, mapped(kept))
+
+    def write(self, step: int, state: dict[str, Any]) -> None:
         """Copy the state after `step` to a slot; complete it in the background."""
         self._finish()
         if self._pair is None or self._thread is None or self.fault is not None:
@@ -95,16 +118,20 @@ class MemoryWriter:
             slot.reserve(layout.size)
             self.copies.pin(slot.content)
             slot.fill(layout, self.copies.start)
-            self._pending = self._thread.submit(self._seal, slot, layout, step, part)
+            self._pending = self._thread.submit(self._seal, slot, layout, step)
         except SharedMemoryError as error:
             self._give_up(error)
 
-    def _seal(self, slot: Slot, layout: Layout, step: int, part: dict[str, int] | None) -> float:
+    def _seal(self, slot: Slot, layout: Layout, step: int) -> float:
         """Complete a state in the thread; return the CPU time that it took there."""
         started = time.thread_time()
         self.copies.wait()
-        slot.seal(layout, self.identity, step, part)
-        return time.thread_time() - started
+        part = self.shards.part if self.shards else None
+        header = slot.seal(layout, self.identity, step, part)
+        seconds = time.thread_time() - started
+        if self.shards is not None:
+            seconds += self.shards.copy(header, slot.content[: header.size])
+        return seconds
 
     def is_busy(self) -> bool:
         """Return whether a state is not complete yet; note what the last one took."""
@@ -136,4 +163,5 @@ class MemoryWriter:
         self.fault = str(error)
         logger.warning("the state isn't kept in memory any more: %s", error)
         self._pair = None
-        remove_states(self.identity)
+        if self.shards is None:  # with those of other ranks, the last ones may still be of use
+            remove_states(self.identity)

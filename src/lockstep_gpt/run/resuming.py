@@ -27,6 +27,7 @@ from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.run.memory_files import KeptState, identity_of
 from lockstep_gpt.run.memory_recovery import newest_in_memory
+from lockstep_gpt.run.memory_shards import newest_shards
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
 
@@ -97,7 +98,11 @@ def _newest_in_memory(
             saved = max(map(files.step_of, files.checkpoints_in(directory.checkpoints)), default=0)
         except UserError as error:
             fault = error
-    kept = newest_in_memory(identity, writer, saved)
+    kept = None
+    if writer is not None and writer.shards is not None:
+        kept = newest_shards(identity, writer.shards, saved)
+    if kept is None:
+        kept = newest_in_memory(identity, writer, saved)
     if kept is None:
         return None
     if is_rank_zero():

@@ -129,7 +129,7 @@ def assemble(
     hashes = WeightHashes()
     disk = checkpoint_io(directory, config, hashes)
     refuse_other_directory(directory)
-    writer = writer_of(directory, ranks)
+    writer = writer_of(directory, config, ranks)
     resume = state_to_resume(directory, config, module, writer)
     disk.verified = resume
     if resume is None and config.resume in ("none", "auto"):

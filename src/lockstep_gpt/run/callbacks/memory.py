@@ -8,8 +8,8 @@ import torch
 from lightning import Trainer
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero
-from lockstep_gpt.distributed.strategies import layout_of
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
+from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -51,28 +51,56 @@ class StateInMemory(StepCallback):
         if setting is False or (setting == "auto" and self.ranks.world_size == 1):
             self.writer = None
             return
-        if not layout_of(strategy).has_replicas:
+        if not isinstance(strategy, ShardedStates) and not layout_of(strategy).has_replicas:
             self.writer = None
             self.line = "off: each rank has only a part of it"
             return
         if self.writer is None:
             return
-        kept = resumed if isinstance(resumed, KeptState) else None
-        try:
-            self.writer.start(size, kept)
-        except SharedMemoryError as error:
-            self.line = f"off: {error}"
+        fault = self._start(self.writer, resumed if isinstance(resumed, KeptState) else None)
+        if fault is not None:
+            self.line = f"off: {fault}"
             self.writer.close()
             return
         self.turns.is_on = self.ranks.rank == 0
         self.line = self._receipt_line(setting)
+
+    def _start(self, writer: MemoryWriter, kept: KeptState | None) -> str | None:
+        """Take the memory; return why that fails, on any rank if each writes its shards."""
+        shards = writer.shards
+        if shards is not None:
+            if kept is not None and not kept.header.part:
+                kept = None  # a whole state, from another strategy
+            shards.begin_era(kept)
+            self._size = -(-self._size // self.ranks.world_size)
+        fault = None
+        try:
+            writer.start(self._size, kept)
+        except SharedMemoryError as error:
+            fault = str(error)
+        if shards is None:
+            return fault
+        lacks_copy = kept is not None and not shards.has_copy
+        answers = from_each_rank((fault, lacks_copy))
+        fault = next((answer for answer, _ in answers if answer is not None), None)
+        if fault is None and kept is not None and any(lacks for _, lacks in answers):
+            writer.copy_to_next_machine(kept)
+        return fault
 
     def _receipt_line(self, setting: Any) -> str:
         if setting == "auto":
             rate = "as often as it takes 1 % of the time"
         else:
             rate = f"every {setting} steps"
-        return f"the newest state, {rate}; 2 x {self._size / 1e6:,.1f} MB of each machine's memory"
+        size = self._size
+        what = "the newest state"
+        shards = self.writer.shards if self.writer else None
+        if shards is not None:
+            size *= self.ranks.local_world_size
+            if shards.ring is not None:
+                size *= 2
+                what += ", and a copy of another machine's part"
+        return f"{what}, {rate}; 2 x {size / 1e6:,.1f} MB of each machine's memory"
 
     def receipt_lines(self) -> dict[str, str]:
         """Return the receipt's line, unless nobody has asked for it."""
@@ -83,14 +111,23 @@ class StateInMemory(StepCallback):
         super().on_train_start(trainer, pl_module)
         self.turns.begin(trainer.global_step)
         self.turns.is_blocked = self._is_blocked
+        if self.writer is not None and self.writer.shards is not None:
+            self.turns.is_unable = self._is_unable
 
     def _is_blocked(self) -> bool:
         """Return whether a state or the hash of a checkpoint isn't complete yet."""
         if self.writer is None or not self.writer.is_on or self.writer.is_busy():
             return True
         self._note_background(self.writer)
+        if self.config.strategy.get("save_parts"):
+            return False  # then checkpoints have no hash
         saves = self.checkpoints.saves
         return bool(saves) and step_of(saves[-1].path) not in self.hashes.weights
+
+    def _is_unable(self) -> bool:
+        """Return whether this rank's part of a state isn't complete yet, or can't be kept."""
+        assert self.writer is not None
+        return not self.writer.is_on or self.writer.is_busy()
 
     def _note_background(self, writer: MemoryWriter) -> None:
         """Note the work next to training, which takes time from it only on CPUs."""
@@ -127,9 +164,10 @@ class StateInMemory(StepCallback):
         started = time.perf_counter()
         if int(module.skipped.count) > module.skipped.allowed:
             return  # the run ends soon
-        state = state_of(trainer)
+        state = kept_state(trainer)
         weights = self.hashes.weights
-        if self.ranks.num_nodes > 1:
+        is_whole = self.writer is None or self.writer.shards is None
+        if self.ranks.num_nodes > 1 and is_whole:
             weights = from_rank_zero(weights)
         if self.writer is None:
             return
@@ -148,10 +186,30 @@ class StateInMemory(StepCallback):
         return {"memory_every": self.turns.interval if self.turns.is_on else None}
 
 
+def kept_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what this rank keeps: what a checkpoint would have, or its own part of it.
+
+    Every rank must call this.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, ShardedStates):
+        return state_of(trainer)
+    with strategy.states_in_shards():
+        return strategy.state_of_rank(state_of(trainer))
+
+
 def addresses_of_updated(trainer: Trainer, module: torch.nn.Module) -> set[int]:
     """Return the addresses of the tensors that only an update changes: weights and moments."""
     tensors: list[torch.Tensor] = [*module.parameters()]
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return {tensor.data_ptr() for tensor in tensors}
+    return {own_memory(tensor).data_ptr() for tensor in tensors}
+
+
+def own_memory(tensor: Any) -> torch.Tensor:
+    """Return a tensor in memory: of a sharded one, this rank's shard."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

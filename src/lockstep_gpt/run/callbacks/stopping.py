@@ -13,7 +13,7 @@ from lockstep_gpt.distributed.ranks import from_each_rank
 from lockstep_gpt.lightning_patches import without_signal_handlers
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.memory_turns import MemoryTurns
+from lockstep_gpt.run.memory_turns import KEEP, NOTHING, MemoryTurns
 
 
 class Stopped(BaseException):
@@ -41,7 +41,7 @@ class StopVote:
     """Stops all ranks after the same step, without any of them waiting for the vote.
 
     It is an all-reduce over gloo, started after a step and read after the next: no GPU waits.
-    It also carries rank 0's wish to keep the state in memory.
+    It also carries the ballots on keeping the state in memory.
     """
 
     def __init__(self) -> None:
@@ -51,20 +51,20 @@ class StopVote:
         self._ballot = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def cast(self, signum: int, wish: bool = False) -> tuple[int, bool]:
+    def cast(self, signum: int, ballot: int = NOTHING) -> tuple[int, bool]:
         """Vote to stop by signal `signum`, or 0 to continue; return the last decision.
 
         Args:
             signum: on which this rank wants to stop.
-            wish: whether this rank wants to keep the state after the next step.
+            ballot: on keeping the state after the next step.
         """
         self.close()
         stop, keep = self._ballot.tolist()  # zeros before the first vote
-        self._ballot = torch.tensor([signum, int(wish)])
+        self._ballot = torch.tensor([signum, ballot])
         if self._group is None:
-            return signum, bool(keep)  # alone, it stops at once
+            return signum, keep == KEEP  # alone, it stops at once
         self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, self._group, async_op=True)
-        return stop, bool(keep)
+        return stop, keep == KEEP
 
     def close(self) -> None:
         """Wait for the last vote: every rank takes part in the same number of votes."""
@@ -103,7 +103,7 @@ class GracefulStop(StepCallback):
         If a validation follows, wait for it: else the saved state would mark it as done.
         """
         signum = int(stop_signals.received.first or 0)
-        self.decided, self.turns.decided = self.vote.cast(signum, self.turns.wish(step + 1))
+        self.decided, self.turns.decided = self.vote.cast(signum, self.turns.ballot(step + 1))
         if step >= self.checkpoints.total_steps:
             self.decided = 0  # the run ends anyway
         if not self.decided:
