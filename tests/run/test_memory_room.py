@@ -30,7 +30,8 @@ def test_a_container_has_what_its_limit_leaves_besides_cached_files(system):
     assert memory_room.bytes_left() == 102_400
 
 
-def test_a_system_that_says_nothing_has_no_limit(system):
+@pytest.mark.usefixtures("system")
+def test_a_system_that_says_nothing_has_no_limit():
     assert memory_room.bytes_left() > 1 << 60
 
 
