@@ -193,3 +193,11 @@ def test_a_removed_file_is_noticed(identity):
     remove_states(identity)
     with pytest.raises(SharedMemoryError, match="was removed"):
         slot.fill(Layout(state_of(2.0)))
+
+
+def test_a_folder_that_another_user_could_replace_is_not_used(identity, tmp_path):
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    identity.folder.symlink_to(tmp_path / "theirs")
+    for look in (make_folder, states_in):
+        with pytest.raises(SharedMemoryError, match="belongs to another user"):
+            look(identity)
