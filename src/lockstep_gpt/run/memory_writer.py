@@ -103,6 +103,7 @@ class MemoryWriter:
         """Complete a state in the thread; return the CPU time that it took there."""
         started = time.thread_time()
         self.copies.wait()
+        layout.tensors.clear()  # copied, so they need no memory any more
         slot.seal(layout, self.identity, step, part)
         return time.thread_time() - started
 
