@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError
+from lockstep_gpt.distributed.machine_ring import MachineRing
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.run import memory_files
 from lockstep_gpt.run.memory_files import Identity, SharedMemoryError, make_folder, states_in
 from lockstep_gpt.run.memory_shards import (
+    NO_LABEL,
     ShardCopies,
     find_shards,
     name_of,
@@ -45,7 +46,7 @@ class Machine:
             slot.seal(layout, self.identity, step, part_of_rank(self.ranks, era))
             if copies:
                 (kept,) = (kept for kept in states_in(self.identity) if kept.path == slot.path)
-                others.update(kept.header, slot.content[: kept.header.size])
+                others.update(kept.header.pack(), slot.content[: kept.header.size])
 
     def found(self):
         kept = find_shards(self.identity, self.ranks, self.ring)
@@ -188,12 +189,29 @@ def test_a_full_memory_is_the_fault_of_one_machine_and_known_to_its_neighbor(
         )
         content = torch.zeros(own.header.size, dtype=torch.uint8)
         try:
-            others.update(own.header, content)
-        except (SharedMemoryError, NoRoomError) as fault:
-            return type(fault).__name__
+            others.update(own.header.pack(), content)
+        except SharedMemoryError as fault:
+            return str(fault)
         return "kept"
 
-    assert on_machines(fill_and_keep) == ["SharedMemoryError", "kept", "NoRoomError", "kept"]
+    first, *results = on_machines(fill_and_keep)
+    assert first.endswith("copy of 2.0 cannot grow (No space left on device)")
+    assert results == ["kept", "rank 0 has no room for a copy", "kept"]
+
+
+def test_a_rank_without_shards_says_so_to_the_next_machine(on_machines):
+    def keep_or_skip(machine):
+        if machine.ranks.rank == 0:
+            copies = ShardCopies(machine.ring, machine.identity, None)
+            copies.update(NO_LABEL, torch.empty(0, dtype=torch.uint8))
+        else:
+            machine.keep(4)
+        torch.distributed.barrier()
+        return sorted(state.path.name for state in states_in(machine.identity))
+
+    first = ["copy of 2.0", "copy of 3.0", "rank 1.0"]
+    second = ["copy of 1.0", "rank 2.0", "rank 3.0"]
+    assert on_machines(keep_or_skip) == [first, first, second, second]
 
 
 def test_what_the_run_has_left_behind_is_removed(on_machines):

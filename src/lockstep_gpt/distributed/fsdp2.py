@@ -240,12 +240,10 @@ class ShardedStrategy(ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Open a checkpoint on every rank, which then reads only its own shards."""
         reader: Any = self.checkpoint_io
-        checkpoint: dict[str, Any] = reader.load_checkpoint(
-            checkpoint_path, weights_only=weights_only, whole=False
-        )
+        checkpoint = reader.load_checkpoint(checkpoint_path, weights_only=weights_only, whole=False)
         if is_of_rank(checkpoint):
-            return with_own_shards(checkpoint)
-        return checkpoint
+            checkpoint = with_own_shards(checkpoint)
+        return cast(dict[str, Any], checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's shard of every saved weight."""

@@ -4,7 +4,7 @@ So whatever one machine loses, the next one has. The messages travel over gloo, 
 own: a thread can send and receive them while training uses the other groups.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -51,7 +51,7 @@ class MachineRing:
         """
         label_size = self._swap_number(len(label), self.next, self.previous)
         labels = torch.empty(label_size, dtype=torch.uint8)
-        ours = torch.frombuffer(bytearray(label), dtype=torch.uint8)
+        ours = torch.tensor([*label], dtype=torch.uint8)
         wait_for(self.send(ours, self.next) + self.receive(labels, self.previous))
         room: Tensor | None = None
         fault: Exception | None = None
@@ -73,12 +73,12 @@ class MachineRing:
 
     def send(self, content: Tensor, receiver: int) -> list[dist.Work]:
         """Start to send bytes to any rank; return what to wait for."""
-        works = [dist.isend(piece, receiver, self._group) for piece in torch.split(content, PIECE)]
+        works = [dist.isend(piece, receiver, self._group) for piece in pieces_of(content)]
         return [*filter(None, works)]
 
     def receive(self, room: Tensor, sender: int) -> list[dist.Work]:
         """Start to receive bytes from any rank; return what to wait for."""
-        works = [dist.irecv(piece, sender, self._group) for piece in torch.split(room, PIECE)]
+        works = [dist.irecv(piece, sender, self._group) for piece in pieces_of(room)]
         return [*filter(None, works)]
 
     def _swap_number(self, number: int, receiver: int, sender: int) -> int:
@@ -87,6 +87,12 @@ class MachineRing:
         ours = torch.tensor([number])
         wait_for(self.send(ours, receiver) + self.receive(theirs, sender))
         return int(theirs.item())
+
+
+def pieces_of(content: Tensor) -> Iterator[Tensor]:
+    """Yield bytes in pieces of one message each; nothing of no bytes."""
+    for start in range(0, len(content), PIECE):
+        yield content[start : start + PIECE]
 
 
 def wait_for(works: Iterable[dist.Work]) -> None:

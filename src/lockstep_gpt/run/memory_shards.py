@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError, wait_for
@@ -33,6 +34,7 @@ from lockstep_gpt.run.memory_states import is_intact, mapped
 logger = logging.getLogger(__name__)
 
 
+NO_LABEL = b""  # of no shards
 COPY_RATE = 1e9  # bytes per second that a core sends or receives through a socket
 
 
@@ -88,8 +90,18 @@ class RankShards:
         """
         if self._copies is None:
             return 0.0
-        self._copies.update(header, content)
+        self._copies.update(header.pack(), content)
         return 2 * header.size / COPY_RATE  # gloo's threads send and receive
+
+    def skip(self) -> None:
+        """Tell the next machine that there are no shards to copy; it waits for the word."""
+        if self._copies is not None:
+            self._copies.update(NO_LABEL, torch.empty(0, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Close the files; the copies stay."""
+        if self._copies is not None:
+            self._copies.close()
 
 
 class ShardCopies:
@@ -111,8 +123,16 @@ class ShardCopies:
         """Take memory for copies of `size` bytes, or raise a `SharedMemoryError`."""
         self._slots.reserve(size)
 
-    def update(self, header: Header, content: Tensor) -> None:
+    def close(self) -> None:
+        """Close the files."""
+        self._slots.close()
+
+    def update(self, label: bytes, content: Tensor) -> None:
         """Send this rank's shards to the next machine, and keep those of the machine before.
+
+        Args:
+            label: their header, or `NO_LABEL`.
+            content: their bytes.
 
         Raises:
             SharedMemoryError: this machine or the next can't keep a copy, or a neighbor is gone.
@@ -120,19 +140,21 @@ class ShardCopies:
         received: list[tuple[Slot, Header]] = []
 
         def make_room(label: bytes) -> Tensor:
+            if label == NO_LABEL:
+                return torch.empty(0, dtype=torch.uint8)
             theirs = header_of(label)
             slot = self._slots.next_slot()
             received.append((slot, theirs))
             return slot.empty(theirs.size)
 
         try:
-            self._ring.exchange(header.pack(), content, make_room)
+            self._ring.exchange(label, content, make_room)
         except NoRoomError as error:
             raise SharedMemoryError(str(error)) from None
         except RuntimeError as error:
             raise SharedMemoryError(f"another machine is lost ({first_line(error)})") from None
-        slot, theirs = received[0]
-        slot.write_header(replace(theirs, identity=self._identity))
+        for slot, theirs in received:
+            slot.write_header(replace(theirs, identity=self._identity))
 
 
 def header_of(label: bytes) -> Header:

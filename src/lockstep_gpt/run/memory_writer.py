@@ -120,14 +120,22 @@ class MemoryWriter:
             slot.fill(layout, self.copies.start)
             self._pending = self._thread.submit(self._seal, slot, layout, step)
         except SharedMemoryError as error:
+            if self.shards is not None:
+                self._thread.submit(self.shards.skip)  # whose own fault would say no more
             self._give_up(error)
 
     def _seal(self, slot: Slot, layout: Layout, step: int) -> float:
         """Complete a state in the thread; return the CPU time that it took there."""
         started = time.thread_time()
         self.copies.wait()
+        layout.tensors.clear()  # copied, so they need no memory any more
         part = self.shards.part if self.shards else None
-        header = slot.seal(layout, self.identity, step, part)
+        try:
+            header = slot.seal(layout, self.identity, step, part)
+        except SharedMemoryError:
+            if self.shards is not None:
+                self.shards.skip()
+            raise
         seconds = time.thread_time() - started
         if self.shards is not None:
             seconds += self.shards.copy(header, slot.content[: header.size])
@@ -156,12 +164,22 @@ class MemoryWriter:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+        if self.shards is not None:
+            self.shards.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         self.copies.unpin()
+        if self._pair is not None:
+            self._pair.close()
         self._pair = None
+        if self._lock is not None:
+            self._lock.close()
+        self._folder = None
 
     def _give_up(self, error: SharedMemoryError) -> None:
         self.fault = str(error)
         logger.warning("the state isn't kept in memory any more: %s", error)
-        self._pair = None
+        self._close_files()
         if self.shards is None:  # with those of other ranks, the last ones may still be of use
             remove_states(self.identity)

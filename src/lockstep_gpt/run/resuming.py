@@ -25,7 +25,7 @@ from lockstep_gpt.run.checkpoint_content import (
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
-from lockstep_gpt.run.memory_files import KeptState, identity_of
+from lockstep_gpt.run.memory_files import KeptState, identity_of, remove_states
 from lockstep_gpt.run.memory_recovery import newest_in_memory
 from lockstep_gpt.run.memory_shards import newest_shards
 from lockstep_gpt.run.memory_writer import MemoryWriter
@@ -89,7 +89,11 @@ def _newest_in_memory(
     Every rank must call this.
     """
     identity = identity_of(directory)
-    if identity is None or config.checkpoint.memory is False or config.resume_force:
+    if identity is None:
+        return None
+    if config.checkpoint.memory is False or config.resume_force:
+        if Ranks.from_environment().local_rank == 0:
+            remove_states(identity)  # the run leaves them behind
         return None
     saved = 0
     fault = None
@@ -106,11 +110,17 @@ def _newest_in_memory(
     if kept is None:
         return None
     if is_rank_zero():
-        if fault is not None:
-            logger.warning("%s; not needed now: the state is in memory", fault)
-        logger.info("continues from step %d, kept in memory", kept.step)
+        _tell_recovery(directory, kept, fault)
     _refuse_lost_memory(config, kept.path)
     return kept
+
+
+def _tell_recovery(directory: RunDirectory, kept: KeptState, fault: UserError | None) -> None:
+    if fault is None:
+        files.remove_leftovers(directory.checkpoints)
+    else:
+        logger.warning("%s; not needed now: the state is in memory", fault)
+    logger.info("continues from step %d, kept in memory", kept.step)
 
 
 def verified_on_each_machine(checkpoint: VerifiedCheckpoint | None) -> VerifiedCheckpoint | None:

@@ -1,11 +1,13 @@
 """Keeps the newest state in each machine's memory, for ranks that restart."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
@@ -18,13 +20,17 @@ from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
 from lockstep_gpt.run.memory_turns import MemoryTurns
 from lockstep_gpt.run.memory_writer import MemoryWriter
+from lockstep_gpt.settings import counted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class StateInMemory(StepCallback):
+class StateInMemory(StepCallback, Checkpoint):
     """Keeps, on a rank of each machine, what a checkpoint would have; all ranks take part.
 
-    It comes after the callback that saves, whose newest checkpoint the state then knows.
+    It comes after the callback that saves, whose newest checkpoint the state then knows: Lightning
+    moves a `Checkpoint` behind all callbacks that aren't.
     """
 
     config: Config
@@ -36,6 +42,7 @@ class StateInMemory(StepCallback):
     line: str | None = field(default=None, init=False)  # of the receipt
     _size: int = field(default=0, init=False)  # bytes of a state
     _waits: bool = field(default=False, init=False)  # for the end of a validation
+    _told: bool = field(default=False, init=False)  # the interval
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
 
     def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
@@ -61,6 +68,8 @@ class StateInMemory(StepCallback):
         if fault is not None:
             self.line = f"off: {fault}"
             self.writer.close()
+            if self.ranks.rank > 0 and self.writer.shards is None:  # else rank 0's receipt says it
+                logger.warning("this machine keeps no state in memory: %s", fault)
             return
         self.turns.is_on = self.ranks.rank == 0
         self.line = self._receipt_line(setting)
@@ -145,6 +154,7 @@ class StateInMemory(StepCallback):
         if self._clock:
             self.turns.note_step(now - self._clock)
         self._clock = now
+        self._tell_interval()
         if not self.turns.decided or step == self.checkpoints.total_steps or trainer.should_stop:
             return
         if self.checkpoints.validates(trainer):
@@ -152,10 +162,23 @@ class StateInMemory(StepCallback):
         else:
             self._keep(trainer, pl_module, step)
 
+    def _tell_interval(self) -> None:
+        """Log, once, how often rank 0 wants to keep the state."""
+        interval = self.turns.interval
+        is_open = self.turns.is_on and not self._told and interval is not None
+        if self.turns.setting != "auto" or not is_open or self._is_blocked():
+            return
+        self._told = True
+        logger.info(
+            "keeps the state in memory every %s, at %.1f ms each: a restart repeats no more",
+            counted(interval or 1, "step"),
+            1000 * self.turns.cost,
+        )
+
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Keep the state that has waited for the validation."""
         self._clock = 0.0
-        if self._waits:
+        if self._waits and not trainer.should_stop:
             self._keep(trainer, pl_module, trainer.global_step)
 
     def _keep(self, trainer: Trainer, module: Any, step: int) -> None:
