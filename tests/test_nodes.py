@@ -298,6 +298,36 @@ def test_the_rest_of_the_machines_continues_from_memory(training, nodes, wait_fo
     wait_for(lambda: steps(run) > before + 30)
 
 
+SHARDED = ("strategy=fsdp2", "optim=muon", "optim.decay=constant")
+
+
+def assert_undisturbed(run, command, *words):
+    """Compare the hashes of the weights in the checkpoints with those of a run on one machine."""
+    ours = torch.load(max((run / "checkpoints").glob("*.ckpt")))["weights"]
+    last = f"max_steps={[*ours][-1]}"
+    command.train(*LONG, *words, "trainer=cpu", "run_dir=whole", last)
+    theirs = command.summary("whole")["weights"]
+    assert {str(step): ours[step] for step in ours}.items() <= theirs.items()
+
+
+def test_a_replaced_machine_gets_its_shards_from_the_other(training, nodes, command, wait_for):
+    memory = ("checkpoint.memory=2", "checkpoint.every=4000", "checkpoint.keep_best=0")
+    run, started = training(*SHARDED, *memory, function="apart")
+    before = steps(run)
+    started[1].kill()
+    words = (*LONG, *QUICK, f"run_dir={run}", *SHARDED, *memory)
+    started.append(nodes.start(command, 1, *words, function="apart"))
+    log = run / "train.log"
+    wait_for(lambda: "kept in memory" in log.read_text(), seconds=300)
+    wait_for(lambda: steps(run) > before + 30)
+    step = int(re.search(r"continues from step (\d+), kept in memory", log.read_text())[1])
+    assert step >= before - 3
+    started[0].terminate()
+    statuses, _ = ended(started[0], started[2], limit=240)
+    assert statuses == [143, 143]
+    assert_undisturbed(run, command, *SHARDED, "trainer.devices=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

@@ -5,13 +5,16 @@ import pytest
 from lockstep_gpt.run.held_states import (
     HeldShards,
     Transfer,
+    explain_loss,
     newest_complete,
+    newest_joinable,
+    parts_of,
     transfers_of,
 )
 
 
 def held(step, rank, era=1, world_size=4, copy=""):
-    return HeldShards(era, step, world_size, rank, f"{copy}{rank}@{step}")
+    return HeldShards(era, step, world_size, 1, rank, f"{copy}{rank}@{step}")
 
 
 def machines(first, second):
@@ -59,7 +62,7 @@ LEFT_BEHIND = machines(COMPLETE[0], [*COMPLETE[2], held(8, 2, era=2)])
     ids=["complete", "lost", "swapped", "writing", "new era", "the other lost"],
 )
 def test_the_newest_state_that_all_ranks_can_get_is_chosen(holdings, step, moves):
-    state = newest_complete(holdings)
+    state = newest_complete(holdings, 1)
     assert state is not None
     assert state.step == step
     transfers = transfers_of(holdings, state)
@@ -67,15 +70,35 @@ def test_the_newest_state_that_all_ranks_can_get_is_chosen(holdings, step, moves
     assert all(isinstance(move, Transfer) for move in transfers)
 
 
+ELSEWHERE = [[held(12, rank) for rank in range(4)]] * 2  # of four ranks, but now there are two
+SPLIT = [[held(12, rank)._replace(tensor_parallel=2) for rank in range(4)]] * 2
+
+
 @pytest.mark.parametrize(
-    "holdings",
+    ("holdings", "reason"),
     [
-        machines([], []),
-        LEFT_BEHIND,
-        machines([held(12, 0), held(12, 1)], [held(12, 2), held(10, 3)]),
-        [[held(12, rank) for rank in range(4)]] * 2,  # of four ranks, but now there are two
+        (machines([], []), ""),
+        (LEFT_BEHIND, "of step 8, no machine has the shards of rank 0, 1, 3"),
+        (
+            machines([held(12, 0), held(12, 1)], [held(12, 2), held(10, 3)]),
+            "of step 12, no machine has the shards of rank 3",
+        ),
+        (SPLIT, "the shards of step 12 are parts of split matrices"),
+        (
+            [COMPLETE[0], [held(12, 2), held(12, 3)]],
+            "other ranks have saved step 12, and not each machine has all its shards",
+        ),
     ],
-    ids=["none", "left behind", "a rank lacks", "fewer ranks"],
+    ids=["none", "left behind", "a rank lacks", "split", "not all on each machine"],
 )
-def test_without_all_shards_of_a_state_there_is_none(holdings):
-    assert newest_complete(holdings) is None
+def test_without_all_shards_of_a_state_there_is_none(holdings, reason):
+    assert newest_complete(holdings, 1) is None
+    assert newest_joinable(holdings) is None
+    assert explain_loss(holdings, 1) == reason
+
+
+def test_other_ranks_join_the_shards_of_a_machine_that_has_them_all():
+    assert newest_complete(ELSEWHERE, 1) is None
+    state = newest_joinable(ELSEWHERE)
+    assert state == held(12, 0)
+    assert parts_of(ELSEWHERE[1], state) == [held(12, rank) for rank in range(4)]

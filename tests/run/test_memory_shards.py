@@ -9,9 +9,11 @@ from lockstep_gpt.run import memory_files
 from lockstep_gpt.run.memory_files import Identity, SharedMemoryError, make_folder, states_in
 from lockstep_gpt.run.memory_shards import (
     NO_LABEL,
+    RankShards,
     ShardCopies,
     find_shards,
     name_of,
+    newest_shards,
     part_of_rank,
     remove_other_shards,
 )
@@ -49,7 +51,8 @@ class Machine:
                 others.update(kept.header.pack(), slot.content[: kept.header.size])
 
     def found(self):
-        kept = find_shards(self.identity, self.ranks, self.ring)
+        shards = RankShards(self.ranks, self.ring)
+        kept = newest_shards(self.identity, self.ranks, shards, at_least=0)
         if kept is None:
             return None
         state = read_state(kept)
@@ -144,7 +147,7 @@ def test_without_a_rank_s_shards_no_state_is_found_and_one_line_says_so(on_machi
         step = machine.found()
         return step, [record.getMessage() for record in caplog.records]
 
-    line = "no state in memory is complete: of step 6, no machine has the shards of rank 2"
+    line = "no state is read from memory: of step 6, no machine has the shards of rank 2"
     assert on_machines(lose_and_find) == [(None, [line]), *[(None, [])] * 3]
 
 

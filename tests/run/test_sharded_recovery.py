@@ -1,20 +1,35 @@
 """Killed ranks with shards continue from those in memory."""
 
+import re
+
 import pytest
 import torch
 
 from lockstep_gpt.run.checkpoint import read_checkpoint
 
 SHARDED = ("trainer=cpu", "strategy=fsdp2", "checkpoint.memory=4", "checkpoint.every=20")
+# Kills the ranks named for a step, once; a negative one first damages its newest shards.
 KILL = """
-import os, signal, lightning
+import os, pathlib, signal, lightning
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_files import HEADER_BYTES, identity_of, states_in
 class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
-        step, victims = trainer.global_step, {victims}
-        name = f"killed-{{step}}-{{trainer.global_rank}}"
-        if trainer.global_rank in victims.get(step, ()) and not os.path.exists(name):
-            open(name, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        step, rank, victims = trainer.global_step, trainer.global_rank, {victims}
+        note = pathlib.Path(f"killed-{{step}}-{{rank}}")
+        here = {{rank, -rank}} & {{*victims.get(step, ())}}
+        if not here or note.exists():
+            return
+        note.touch()
+        if min(here) < 0:
+            damage(rank, RunDirectory(pathlib.Path(trainer.default_root_dir)))
+        os.kill(os.getpid(), signal.SIGKILL)
+def damage(rank, directory):
+    states = states_in(identity_of(directory))
+    newest = next(state for state in states if state.header.part["rank"] == rank)
+    with newest.path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 1000)
+        file.write(b"damaged")
 """
 
 
@@ -41,10 +56,11 @@ def assert_same_bits(ours, theirs):
 def killed(command):
     """Train on some ranks, of which several are killed; return what was printed."""
 
-    def train(victims, *words):
+    def train(victims, *words, status=0):
         (command.folder / "killer.py").write_text(KILL.format(victims=victims))
         kill = ("+callbacks.kill._target_=killer.Kill", "run_dir=hit")
-        return command.train(*SHARDED, *words, *kill, PYTHONPATH=str(command.folder))
+        place = {"PYTHONPATH": str(command.folder)}
+        return command.train(*SHARDED, *words, *kill, status=status, **place)
 
     return train
 
@@ -65,8 +81,40 @@ def test_killed_ranks_continue_from_the_shards_in_memory(command, killed, kind):
     command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
     ranks = int(words[0][-1])
     hit = killed({7: [1], 14: [*range(1, ranks)]}, *words)
-    assert "continues from step 4, kept in memory" in hit.stdout
-    assert "continues from step 12, kept in memory" in hit.stdout
-    ours, theirs = content(command.folder / "hit"), content(command.folder / "whole")
+    assert_continued(hit, 4, 12)
+    assert_undisturbed(command.folder)
+
+
+def assert_continued(printed, *steps):
+    found = re.findall(r"continues from step (\d+), kept in memory", printed.stdout)
+    assert [*map(int, found)] == [*steps]
+
+
+def assert_undisturbed(folder):
+    ours, theirs = content(folder / "hit"), content(folder / "whole")
     for name in ("state_dict", "optimizer_states", "loops", "samples"):
         assert_same_bits(ours[name], theirs[name])
+
+
+def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(command, killed):
+    words = KINDS["adamw"]
+    command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
+    hit = killed({10: [-1]}, *words)
+    assert re.search(r"removed \S+/rank 1\.[01], which was damaged", hit.stdout + hit.stderr)
+    assert_continued(hit, 4)
+    assert_undisturbed(command.folder)
+
+
+@pytest.mark.parametrize(
+    "place", [("trainer.devices=2", "strategy=ddp"), ("trainer.devices=1",)], ids=["ddp", "one"]
+)
+def test_other_ranks_join_the_shards_of_a_killed_command(command, killed, place):
+    words = KINDS["adamw"]
+    command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
+    killed({7: [1]}, *words, "launch.max_restarts=0", status=1)
+    assert not [*command.folder.glob("hit/checkpoints/*.ckpt")]
+    more = ("train", "run_dir=hit", "resume=auto", "~callbacks.kill", *place)
+    assert_continued(command(*more), 4)
+    for name in ("train_loss", "val_loss"):
+        expected = command.summary("whole")[name]
+        assert command.summary("hit")[name] == pytest.approx(expected, abs=2e-5)

@@ -8,9 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep_gpt.distributed.sharded_states import OwnShard, shares_in, without_shares
-
-SHARDS = "shards"
-SHAPES = "shapes"
+from lockstep_gpt.distributed.state_keys import SHAPES, SHARDS
 
 
 def state_of_rank(

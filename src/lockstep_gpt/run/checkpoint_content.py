@@ -122,10 +122,10 @@ def add_parts(content: dict[str, Any], path: Path) -> None:
 
     names = content.pop("parts")
     parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
-    _add_shards(content, parts)
+    add_shards(content, parts)
 
 
-def _add_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
+def add_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
     """Put into nested containers the tensors whose shards are at the same place in `parts`."""
     import torch
 
@@ -134,4 +134,4 @@ def _add_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
         if isinstance(first_shard, torch.Tensor):
             content[key] = SavedShards(tuple(shards))
         else:
-            _add_shards(content[key], shards)
+            add_shards(content[key], shards)

@@ -106,6 +106,7 @@ class KeptState:
 
     path: Path
     header: Header
+    parts: tuple[KeptState, ...] = ()  # the shards of all ranks, if they are to be joined
 
     @property
     def step(self) -> int:

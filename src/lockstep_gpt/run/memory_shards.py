@@ -17,7 +17,9 @@ from lockstep_gpt.run.held_states import (
     Transfer,
     explain_loss,
     newest_complete,
+    newest_joinable,
     on_machine_of,
+    parts_of,
     transfers_of,
 )
 from lockstep_gpt.run.memory_files import (
@@ -44,10 +46,12 @@ class RankShards:
     Args:
         ranks: this process among all.
         ring: connects the machines; None: there is one.
+        tensor_parallel: how many ranks split each matrix.
     """
 
-    def __init__(self, ranks: Ranks, ring: MachineRing | None) -> None:
+    def __init__(self, ranks: Ranks, ring: MachineRing | None, tensor_parallel: int = 1) -> None:
         self.ranks = ranks
+        self.tensor_parallel = tensor_parallel
         self.ring = ring
         self.name = name_of(ranks.rank)
         self.part: dict[str, int] = {}  # which part of a state this rank's shards are
@@ -55,24 +59,25 @@ class RankShards:
         self._copies: ShardCopies | None = None
 
     @classmethod
-    def connected(cls, ranks: Ranks, seconds: float) -> Self:
+    def connected(cls, ranks: Ranks, seconds: float, tensor_parallel: int) -> Self:
         """Connect the machines; every rank must call this.
 
         Args:
             ranks: this process among all.
             seconds: the longest wait for another rank.
+            tensor_parallel: how many ranks split each matrix.
         """
         ring = None
         if ranks.num_nodes > 1:
             ring = MachineRing(ranks, seconds)
-        return cls(ranks, ring)
+        return cls(ranks, ring, tensor_parallel)
 
     def begin_era(self, kept: KeptState | None) -> None:
         """Continue the era of what the run continues from, or begin one; all ranks must call it."""
         era = from_rank_zero(time.time_ns())
         if kept is not None:
             era = kept.header.part["era"]
-        self.part = part_of_rank(self.ranks, era)
+        self.part = part_of_rank(self.ranks, era, self.tensor_parallel)
 
     def start(self, identity: Identity, size: int, kept: KeptState | None) -> None:
         """Take memory for copies of `size` bytes, or raise a `SharedMemoryError`."""
@@ -174,16 +179,26 @@ def copy_of(rank: int, identity: Identity, kept: KeptState | None) -> KeptState 
     """Return this machine's copy of the shards of `rank`, of the same state as `kept`."""
     if kept is None:
         return None
-    wanted = (*held_by(kept)[:3], rank)
-    return next((state for state in shards_in(identity) if held_by(state)[:4] == wanted), None)
+    for state in shards_in(identity):
+        held = held_by(state)
+        if held.rank == rank and held.state == held_by(kept).state:
+            return state
+    return None
 
 
-def part_of_rank(ranks: Ranks, era: int) -> dict[str, int]:
+def part_of_rank(ranks: Ranks, era: int, tensor_parallel: int = 1) -> dict[str, int]:
     """Return which part of a state this rank's shards are, as a header has it."""
-    return {"era": era, "rank": ranks.rank, "world_size": ranks.world_size}
+    return {
+        "era": era,
+        "world_size": ranks.world_size,
+        "tensor_parallel": tensor_parallel,
+        "rank": ranks.rank,
+    }
 
 
-def find_shards(identity: Identity, ranks: Ranks, ring: MachineRing | None) -> KeptState | None:
+def find_shards(
+    identity: Identity, ranks: Ranks, ring: MachineRing | None, tensor_parallel: int = 1
+) -> KeptState | None:
     """Return this rank's shards of the newest state that all ranks can get; None: there is none.
 
     What only another machine has travels to this one. Damaged shards are removed. Every rank must
@@ -193,15 +208,12 @@ def find_shards(identity: Identity, ranks: Ranks, ring: MachineRing | None) -> K
         identity: of the run, on this machine.
         ranks: this process among all.
         ring: connects the machines; None: there is one.
+        tensor_parallel: how many ranks split each matrix.
     """
     while True:
-        kept = {held_by(state): state for state in shards_in(identity)}
-        holdings = from_each_rank([*kept])
-        chosen = newest_complete(holdings)
+        kept, holdings = _holdings(identity)
+        chosen = newest_complete(holdings, tensor_parallel)
         if chosen is None:
-            reason = explain_loss(holdings)
-            if reason and ranks.rank == 0:
-                logger.warning("no state in memory is complete: %s", reason)
             return None
         transfers = transfers_of(holdings, chosen)
         needed = [move.held for move in transfers if move.sender == ranks.rank]
@@ -218,6 +230,32 @@ def find_shards(identity: Identity, ranks: Ranks, ring: MachineRing | None) -> K
             return None
 
 
+def find_joinable(identity: Identity, ranks: Ranks, tensor_parallel: int = 1) -> KeptState | None:
+    """Return the newest state of any number of ranks of which each machine has all shards.
+
+    Every rank must call this; the arguments are those of `find_shards`.
+    """
+    while True:
+        kept, holdings = _holdings(identity)
+        chosen = newest_joinable(holdings)
+        if chosen is None:
+            reason = explain_loss(holdings, tensor_parallel)
+            if reason and ranks.rank == 0:
+                logger.warning("no state is read from memory: %s", reason)
+            return None
+        held_parts = parts_of(holdings[ranks.rank], chosen)
+        assert held_parts is not None, "each machine has all shards"
+        parts = [kept[held] for held in held_parts]
+        if not _any_damaged(parts if ranks.local_rank == 0 else []):
+            return replace(parts[0], parts=tuple(parts))
+
+
+def _holdings(identity: Identity) -> tuple[dict[HeldShards, KeptState], list[list[HeldShards]]]:
+    """Return the shards in this machine's memory, and those in that of each rank."""
+    kept = {held_by(state): state for state in shards_in(identity)}
+    return kept, from_each_rank([*kept])
+
+
 def shards_in(identity: Identity) -> list[KeptState]:
     """Return the shards of any rank in this machine's memory, not verified yet."""
     try:
@@ -230,20 +268,29 @@ def shards_in(identity: Identity) -> list[KeptState]:
 def held_by(state: KeptState) -> HeldShards:
     """Return what other ranks must know of shards in this machine's memory."""
     part = state.header.part
-    return HeldShards(part["era"], state.step, part["world_size"], part["rank"], str(state.path))
+    return HeldShards(step=state.step, path=str(state.path), **part)
 
 
-def newest_shards(identity: Identity, shards: RankShards, at_least: int) -> KeptState | None:
-    """Return this rank's shards of the newest state in memory, and remove all others.
+def newest_shards(
+    identity: Identity, ranks: Ranks, shards: RankShards | None, at_least: int
+) -> KeptState | None:
+    """Return this rank's shards of the newest state in memory, or all of them to join.
 
-    Every rank must call this.
+    All others are removed. Every rank must call this.
 
     Args:
         identity: of the run, on this machine.
-        shards: of this rank.
+        ranks: this process among all.
+        shards: what this rank keeps; None: whole states.
         at_least: rank 0's newest checkpoint; an older state than that is none.
     """
-    kept = find_shards(identity, shards.ranks, shards.ring)
+    kept = None
+    tensor_parallel = 1
+    if shards is not None:
+        tensor_parallel = shards.tensor_parallel
+        kept = find_shards(identity, ranks, shards.ring, tensor_parallel)
+    if kept is None:
+        kept = find_joinable(identity, ranks, tensor_parallel)
     at_least = from_rank_zero(at_least)
     if kept is not None and kept.step < at_least:
         kept = None
@@ -255,7 +302,7 @@ def newest_shards(identity: Identity, shards: RankShards, at_least: int) -> Kept
 def remove_other_shards(identity: Identity, chosen: KeptState | None) -> None:
     """Remove what the run leaves behind, once every rank has `chosen`; None: all shards."""
     for state in shards_in(identity):
-        is_same = chosen is not None and held_by(state)[:3] == held_by(chosen)[:3]
+        is_same = chosen is not None and held_by(state).state == held_by(chosen).state
         if not is_same:
             state.path.unlink(missing_ok=True)
 

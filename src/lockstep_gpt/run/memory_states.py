@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.run.checkpoint_content import UNREADABLE
+from lockstep_gpt.distributed.state_keys import SHAPES, SHARDS
+from lockstep_gpt.run.checkpoint_content import UNREADABLE, add_shards
 from lockstep_gpt.run.memory_files import HEADER_BYTES, KeptState, SharedMemoryError, digest_of
 
 
@@ -39,6 +40,8 @@ def read_state(state: KeptState) -> dict[str, Any]:
     Raises:
         SharedMemoryError: it is gone, or its containers have more than tensors and values.
     """
+    if state.parts:
+        return _joined([read_state(part) for part in state.parts])
     header = state.header
     content = mapped(state)
     packed = content[header.containers_at :].numpy().tobytes()
@@ -49,6 +52,13 @@ def read_state(state: KeptState) -> dict[str, Any]:
         raise SharedMemoryError(f"{state.path} cannot be read ({error})") from None
     filled: dict[str, Any] = _filled(containers, content)
     return filled
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a state whose tensors are `SavedShards` of all ranks, of what these have kept."""
+    state = {key: value for key, value in parts[0].items() if key not in (SHARDS, SHAPES)}
+    add_shards(state, [part[SHARDS] for part in parts])
+    return state
 
 
 def _filled(value: Any, content: Tensor) -> Any:

@@ -39,7 +39,7 @@ def writer_of(directory: RunDirectory, config: Config, ranks: Ranks) -> MemoryWr
         return None
     if is_sharded(config, ranks.world_size):
         seconds = config.strategy["timeout_seconds"]
-        return MemoryWriter(identity, RankShards.connected(ranks, seconds))
+        return MemoryWriter(identity, RankShards.connected(ranks, seconds, config.tensor_parallel))
     if ranks.local_rank > 0:
         return None
     return MemoryWriter(identity)

@@ -102,9 +102,8 @@ def _newest_in_memory(
             saved = max(map(files.step_of, files.checkpoints_in(directory.checkpoints)), default=0)
         except UserError as error:
             fault = error
-    kept = None
-    if writer is not None and writer.shards is not None:
-        kept = newest_shards(identity, writer.shards, saved)
+    shards = writer.shards if writer else None
+    kept = newest_shards(identity, Ranks.from_environment(), shards, saved)
     if kept is None:
         kept = newest_in_memory(identity, writer, saved)
     if kept is None:

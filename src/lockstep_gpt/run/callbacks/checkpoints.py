@@ -16,6 +16,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_content import joined
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory_files import KeptState
@@ -208,7 +209,8 @@ class AtomicCheckpointIO(CheckpointIO):
         assert weights_only is not False, "a checkpoint is never unpickled"
         verified = self.verified
         if isinstance(verified, KeptState) and verified.path == Path(path):
-            return read_state(verified)
+            content = read_state(verified)
+            return joined(content) if whole else content
         if not isinstance(verified, VerifiedCheckpoint) or verified.path != Path(path):
             verified = files.verify_named(Path(path))
         return files.read_verified(verified, map_location, whole)

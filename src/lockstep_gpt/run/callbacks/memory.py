@@ -78,8 +78,8 @@ class StateInMemory(StepCallback, Checkpoint):
         """Take the memory; return why that fails, on any rank if each writes its shards."""
         shards = writer.shards
         if shards is not None:
-            if kept is not None and not kept.header.part:
-                kept = None  # a whole state, from another strategy
+            if kept is not None and (kept.parts or not kept.header.part):
+                kept = None  # of other ranks
             shards.begin_era(kept)
             self._size = -(-self._size // self.ranks.world_size)
         fault = None
