@@ -111,10 +111,18 @@ def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(comma
 def test_other_ranks_join_the_shards_of_a_killed_command(command, killed, place):
     words = KINDS["adamw"]
     command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
-    killed({7: [1]}, *words, "launch.max_restarts=0", status=1)
+    hit = killed({7: [1]}, *words, "launch.max_restarts=0", status=1)
+    assert "step 4 stays in this machine's memory (0.4 MB)" in hit.stderr
     assert not [*command.folder.glob("hit/checkpoints/*.ckpt")]
     more = ("train", "run_dir=hit", "resume=auto", "~callbacks.kill", *place)
     assert_continued(command(*more), 4)
     for name in ("train_loss", "val_loss"):
         expected = command.summary("whole")[name]
         assert command.summary("hit")[name] == pytest.approx(expected, abs=2e-5)
+
+
+def test_whole_states_that_are_newer_than_joined_shards_serve(command, killed):
+    words = KINDS["adamw"]
+    killed({7: [1], 14: [1]}, *words, "launch.max_restarts=0", status=1)
+    more = ("train", "run_dir=hit", "resume=auto", "launch.max_restarts=1", "strategy=ddp")
+    assert_continued(command(*more, PYTHONPATH=str(command.folder)), 4, 12)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lockstep_gpt.run.memory_files import KeptState
+
 
 class HeldShards(NamedTuple):
     """One rank's shards of the state after a step, in the memory of some machine."""
@@ -28,6 +30,11 @@ class Transfer(NamedTuple):
     held: HeldShards
     sender: int
     receiver: int
+
+
+def held_by(kept: KeptState) -> HeldShards:
+    """Return what other ranks must know of shards in this machine's memory."""
+    return HeldShards(step=kept.step, path=str(kept.path), **kept.header.part)
 
 
 # For each rank, the shards in the memory of its machine.

@@ -56,7 +56,7 @@ def way_on(run: RunDirectory, node_rank: int = 0) -> str:
         kept = state_left(run)
         saved = max(map(step_of, checkpoints_in(run.checkpoints)), default=0)
         if kept is not None and kept.step > saved:
-            size = f"{kept.header.size / 1e6:,.1f} MB"
+            size = f"{kept.size / 1e6:,.1f} MB"
             return f"step {kept.step} stays in this machine's memory ({size}); to continue{command}"
         newest = _newest_saved(run.checkpoints)
         if newest is not None:

@@ -1,7 +1,11 @@
 """What becomes of the states in memory when a command ends: they stay only after a kill."""
 
+from dataclasses import replace
+from typing import Any
+
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.held_states import held_by
 from lockstep_gpt.run.memory_files import (
     KeptState,
     SharedMemoryError,
@@ -12,14 +16,26 @@ from lockstep_gpt.run.memory_files import (
 
 
 def state_left(run: RunDirectory) -> KeptState | None:
-    """Return the newest state of `run` in this machine's memory; its bytes aren't verified."""
+    """Return the newest state of `run` in this machine's memory; its bytes aren't verified.
+
+    Of shards, the machine has as many of it as of any state.
+    """
     identity = identity_of(run)
     if identity is None or run.failed.exists():  # after an exception, they are removed
         return None
     try:
-        return next(iter(states_in(identity)), None)
+        states = states_in(identity)
     except (OSError, SharedMemoryError):
         return None
+    by_state: dict[Any, list[KeptState]] = {}
+    for state in states:
+        key = held_by(state).state if state.header.part else state.path
+        by_state.setdefault(key, []).append(state)
+    most = max(map(len, by_state.values()), default=0)
+    for parts in by_state.values():  # the newest first
+        if len(parts) == most:
+            return replace(parts[0], parts=tuple(parts) if most > 1 else ())
+    return None
 
 
 def release_memory(run: RunDirectory, status: int) -> None:

@@ -113,6 +113,11 @@ class KeptState:
         """The optimizer step after which it was taken."""
         return self.header.step
 
+    @property
+    def size(self) -> int:
+        """The bytes of the state, after the headers."""
+        return sum(part.header.size for part in self.parts or (self,))
+
     def is_here(self) -> bool:
         """Return whether this process finds the file, with this state."""
         try:

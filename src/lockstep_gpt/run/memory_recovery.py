@@ -79,6 +79,15 @@ def newest_here(identity: Identity) -> KeptState | None:
     return None
 
 
+def newest_whole_step(identity: Identity) -> int:
+    """Return the step of the newest whole state in this machine's memory, not verified; 0: none."""
+    try:
+        wholes = [state.step for state in states_in(identity) if not state.header.part]
+    except SharedMemoryError:  # which is told when the state is looked for
+        return 0
+    return max(wholes, default=0)
+
+
 def _is_same(state: KeptState, other: KeptState) -> bool:
     """Return whether two machines' states have the same bytes; only those of one writer do."""
     return replace(state.header, identity=other.header.identity) == other.header

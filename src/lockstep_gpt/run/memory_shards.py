@@ -16,6 +16,7 @@ from lockstep_gpt.run.held_states import (
     HeldShards,
     Transfer,
     explain_loss,
+    held_by,
     newest_complete,
     newest_joinable,
     on_machine_of,
@@ -265,12 +266,6 @@ def shards_in(identity: Identity) -> list[KeptState]:
         return []
 
 
-def held_by(state: KeptState) -> HeldShards:
-    """Return what other ranks must know of shards in this machine's memory."""
-    part = state.header.part
-    return HeldShards(step=state.step, path=str(state.path), **part)
-
-
 def newest_shards(
     identity: Identity, ranks: Ranks, shards: RankShards | None, at_least: int
 ) -> KeptState | None:
@@ -282,7 +277,8 @@ def newest_shards(
         identity: of the run, on this machine.
         ranks: this process among all.
         shards: what this rank keeps; None: whole states.
-        at_least: rank 0's newest checkpoint; an older state than that is none.
+        at_least: step of the newest checkpoint or whole state that this rank knows of; an older one
+            than the newest of all ranks' is none.
     """
     kept = None
     tensor_parallel = 1
@@ -291,7 +287,7 @@ def newest_shards(
         kept = find_shards(identity, ranks, shards.ring, tensor_parallel)
     if kept is None:
         kept = find_joinable(identity, ranks, tensor_parallel)
-    at_least = from_rank_zero(at_least)
+    at_least = max(from_each_rank(at_least))
     if kept is not None and kept.step < at_least:
         kept = None
     remove_other_shards(identity, kept)

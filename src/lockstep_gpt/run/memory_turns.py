@@ -44,9 +44,9 @@ class MemoryTurns:
         """Return this rank's ballot on keeping the state after `step`, the next one."""
         if self.is_unable():
             return NOT_NOW
-        return KEEP if self._wish(step) else NOTHING
+        return KEEP if self.wish(step) else NOTHING
 
-    def _wish(self, step: int) -> bool:
+    def wish(self, step: int) -> bool:
         """Return whether rank 0 wants to keep the state after `step`."""
         if not self.is_on or self.is_blocked():
             return False

@@ -26,7 +26,7 @@ from lockstep_gpt.run.checkpoint_content import (
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.run.memory_files import KeptState, identity_of, remove_states
-from lockstep_gpt.run.memory_recovery import newest_in_memory
+from lockstep_gpt.run.memory_recovery import newest_in_memory, newest_whole_step
 from lockstep_gpt.run.memory_shards import newest_shards
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
@@ -103,7 +103,8 @@ def _newest_in_memory(
         except UserError as error:
             fault = error
     shards = writer.shards if writer else None
-    kept = newest_shards(identity, Ranks.from_environment(), shards, saved)
+    at_least = max(saved, newest_whole_step(identity))
+    kept = newest_shards(identity, Ranks.from_environment(), shards, at_least)
     if kept is None:
         kept = newest_in_memory(identity, writer, saved)
     if kept is None:
