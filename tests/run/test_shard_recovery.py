@@ -11,14 +11,12 @@ from lockstep_gpt.run.memory_shards import (
     NO_LABEL,
     RankShards,
     ShardCopies,
-    find_shards,
     name_of,
-    newest_shards,
     part_of_rank,
-    remove_other_shards,
 )
 from lockstep_gpt.run.memory_slots import Layout, SlotPair
 from lockstep_gpt.run.memory_states import read_state
+from lockstep_gpt.run.shard_recovery import find_shards, newest_shards, remove_other_shards
 
 IDENTITY = Identity("0123456789abcdef", "/runs/first", "boot")
 
