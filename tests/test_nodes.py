@@ -261,6 +261,7 @@ def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
     assert all(status != 0 for status in statuses)
 
 
+SHARDED = ("strategy=fsdp2", "optim=muon", "optim.decay=constant")
 MEMORY = ("checkpoint.memory=2", "checkpoint.every=4000", "checkpoint.keep_best=0")
 
 
@@ -287,18 +288,16 @@ def test_a_machine_without_the_newest_state_gets_it_from_another(
     assert [*memory_of(started[0], run).glob("*.[01]")]
 
 
-def test_the_rest_of_the_machines_continues_from_memory(training, nodes, wait_for):
+@pytest.mark.parametrize("strategy", [(), SHARDED], ids=["ddp", "fsdp2"])
+def test_the_rest_of_the_machines_continues_from_memory(training, nodes, wait_for, strategy):
     late = "strategy.timeout_seconds=8"
-    run, processes = training("launch.min_nodes=1", late, *MEMORY, function="apart")
+    run, processes = training("launch.min_nodes=1", late, *MEMORY, *strategy, function="apart")
     nodes.link(1, "down")
     processes[1].kill()
     log = run / "train.log"
     wait_for(lambda: "kept in memory" in log.read_text(), seconds=300)
     before = steps(run)
     wait_for(lambda: steps(run) > before + 30)
-
-
-SHARDED = ("strategy=fsdp2", "optim=muon", "optim.decay=constant")
 
 
 def assert_undisturbed(run, command, *words):
@@ -311,11 +310,10 @@ def assert_undisturbed(run, command, *words):
 
 
 def test_a_replaced_machine_gets_its_shards_from_the_other(training, nodes, command, wait_for):
-    memory = ("checkpoint.memory=2", "checkpoint.every=4000", "checkpoint.keep_best=0")
-    run, started = training(*SHARDED, *memory, function="apart")
+    run, started = training(*SHARDED, *MEMORY, function="apart")
     before = steps(run)
     started[1].kill()
-    words = (*LONG, *QUICK, f"run_dir={run}", *SHARDED, *memory)
+    words = (*LONG, *QUICK, f"run_dir={run}", *SHARDED, *MEMORY)
     started.append(nodes.start(command, 1, *words, function="apart"))
     log = run / "train.log"
     wait_for(lambda: "kept in memory" in log.read_text(), seconds=300)
