@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.run.memory_turns import MemoryTurns
+from lockstep_gpt.run.memory_turns import KEEP, NOT_NOW, NOTHING, MemoryTurns
 
 
 def turns(setting):
@@ -50,3 +50,11 @@ def test_nothing_is_kept_while_the_last_state_is_incomplete():
     every = turns(1)
     every.is_blocked = lambda: True
     assert not every.wish(101)
+
+
+def test_a_rank_that_cannot_keep_its_shards_refuses():
+    assert turns(1).ballot(101) == KEEP
+    assert MemoryTurns(1).ballot(101) == NOTHING  # not rank 0
+    unable = turns(1)
+    unable.is_unable = lambda: True
+    assert unable.ballot(101) == NOT_NOW

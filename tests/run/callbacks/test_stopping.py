@@ -19,6 +19,7 @@ from lockstep_gpt.run.callbacks.stopping import (
     StopVote,
 )
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
+from lockstep_gpt.run.memory_turns import KEEP, NOT_NOW, NOTHING
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,18 @@ def test_a_single_rank_decides_without_communication():
     assert [vote.cast(signum)[0] for signum in (0, 15, 0)] == [0, 15, 0]
     assert [vote.cast(0, wish)[1] for wish in (True, False, False)] == [False, True, False]
     vote.close()
+
+
+def test_ranks_keep_a_state_only_if_none_of_them_refuses(on_ranks):
+    rounds = [(NOTHING, NOTHING), (KEEP, NOTHING), (KEEP, NOT_NOW), (NOTHING, NOT_NOW)]
+
+    def decide(rank):
+        vote = StopVote()
+        decided = [vote.cast(0, ballots[rank])[1] for ballots in [*rounds, (NOTHING, NOTHING)]]
+        vote.close()
+        return decided[1:]  # a round later
+
+    assert on_ranks(2, decide) == [[False, True, False, False]] * 2
 
 
 class Spoil(Callback):
