@@ -36,14 +36,17 @@ class StateInMemory(StepCallback, Checkpoint):
     config: Config
     checkpoints: Checkpoints
     hashes: WeightHashes
-    turns: MemoryTurns
     writer: MemoryWriter | None  # None: another rank of this machine writes
+    turns: MemoryTurns = field(init=False)
     ranks: Ranks = field(default_factory=Ranks.from_environment)
     line: str | None = field(default=None, init=False)  # of the receipt
     _size: int = field(default=0, init=False)  # bytes of a state
     _waits: bool = field(default=False, init=False)  # for the end of a validation
     _told: bool = field(default=False, init=False)  # the interval
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
+
+    def __post_init__(self) -> None:
+        self.turns = MemoryTurns(self.config.checkpoint.memory)
 
     def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
         """Take the memory, on the ranks that write.
