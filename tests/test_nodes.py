@@ -320,7 +320,8 @@ def test_a_replaced_machine_gets_its_shards_from_the_other(training, nodes, comm
     wait_for(lambda: steps(run) > before + 30)
     step = int(re.search(r"continues from step (\d+), kept in memory", log.read_text())[1])
     assert step >= before - 3
-    started[0].terminate()
+    for process in (started[0], started[2]):
+        process.terminate()
     statuses, _ = ended(started[0], started[2], limit=240)
     assert statuses == [143, 143]
     assert_undisturbed(run, command, *SHARDED, "trainer.devices=2")
