@@ -19,6 +19,7 @@ from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
+from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.stopping import (
@@ -144,7 +145,7 @@ def assemble(
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, hashes, overhead, GracefulStop(checkpoints), checkpoints],
+        last=[*guards, hashes, Arithmetic(), overhead, GracefulStop(checkpoints), checkpoints],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,

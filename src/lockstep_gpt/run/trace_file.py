@@ -1,0 +1,102 @@
+"""`trace.csv`: the bits of each step, as hexadecimal digits; nothing here imports torch.
+
+A row has the optimizer step, the bits of the norm of its gradient, and 8 digits for each of its
+micro-batches, counted over all ranks: the bits of the loss, and the sums of the bits of its tokens
+and of its gradients. Then, for each tensor, the sum over all micro-batches. So where one bit was
+flipped, one micro-batch's sum and one tensor's sum differ.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep_gpt.damaged_files import readable
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.whole_files import replace_text
+
+DIGITS = 8  # of a number
+FIXED = ("step", "norm", "tokens", "losses", "gradients")
+
+
+class TraceRow(NamedTuple):
+    """One step; each number is as 8 digits."""
+
+    step: int
+    norm: str
+    tokens: list[str]  # of each micro-batch, as the next two
+    losses: list[str]
+    gradients: list[str]
+    tensors: list[str]
+
+
+class TraceFile:
+    """The file of one run.
+
+    Args:
+        run: where it is.
+        names: of the tensors that are trained.
+    """
+
+    def __init__(self, run: RunDirectory, names: Iterable[str]) -> None:
+        self.run = run
+        self.columns = [*FIXED, *names]
+
+    def truncate_after(self, step: int) -> None:
+        """Keep the rows up to optimizer step `step`; creates the file."""
+        columns, rows = read_trace(self.run.trace)
+        if columns != self.columns:  # the run was without a trace
+            rows = []
+        lines = [",".join(self.columns), *(_line(row) for row in rows if row.step <= step)]
+        with self.run.writing():
+            replace_text(self.run.trace, "".join(f"{line}\n" for line in lines))
+
+    def append(self, rows: Iterable[TraceRow]) -> None:
+        """Add rows."""
+        with self.run.writing(), self.run.trace.open("a", encoding="ascii") as file:
+            file.writelines(f"{_line(row)}\n" for row in rows)
+
+
+def _line(row: TraceRow) -> str:
+    parts = ["".join(row.tokens), "".join(row.losses), "".join(row.gradients)]
+    return ",".join([str(row.step), row.norm, *parts, *row.tensors])
+
+
+def as_digits(number: int) -> str:
+    """Return a sum of bits as 8 digits; a power of two, such as a flipped bit, changes them."""
+    return f"{number % (2**32 - 1):08x}"
+
+
+def read_trace(path: Path) -> tuple[list[str], list[TraceRow]]:
+    """Return the columns and the rows of a trace; both are empty if there is none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    with readable(path):
+        if not path.exists():
+            return [], []
+        text = path.read_text(encoding="ascii", errors="replace")
+    lines = [*csv.reader(text.split("\n")[:-1])]  # a last line without its end is not a row yet
+    if not lines:
+        return [], []
+    columns = lines[0]
+    try:
+        return columns, [_row(line, len(columns)) for line in lines[1:]]
+    except ValueError:
+        raise UserError(f"{path} is damaged; move it away, and steps are not compared") from None
+
+
+def _row(values: list[str], count: int) -> TraceRow:
+    if len(values) != count:
+        raise ValueError
+    step, norm, *parts = values
+    micro_batches = [_numbers(part) for part in parts[:3]]
+    return TraceRow(int(step), norm, *micro_batches, parts[3:])
+
+
+def _numbers(digits: str) -> list[str]:
+    return [digits[start : start + DIGITS] for start in range(0, len(digits), DIGITS)]
