@@ -37,7 +37,7 @@ CATALOG = {
     ),
     "evidence": Offer(
         "comparisons of settings with a verdict, and runs checked bit by bit",
-        commands=("compare",),
+        commands=("compare", "verify"),
     ),
     "hub": Offer("export to and start from Hugging Face models", commands=("export",)),
     "pages": Offer(

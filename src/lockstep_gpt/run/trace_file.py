@@ -1,9 +1,9 @@
 """`trace.csv`: the bits of each step, as hexadecimal digits; nothing here imports torch.
 
 A row has the optimizer step, the bits of the norm of its gradient, and 8 digits for each of its
-micro-batches, counted over all ranks: the bits of the loss, and the sums of the bits of its tokens
-and of its gradients. Then, for each tensor, the sum over all micro-batches. So where one bit was
-flipped, one micro-batch's sum and one tensor's sum differ.
+micro-batches, counted over all ranks: sums of the bits of its tokens, its loss, and its gradients.
+Then there are 16 digits for each tensor: its gradients in all micro-batches, and its weights after
+the step, on rank 0. So where one bit was flipped, the sums of one micro-batch or tensor differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class TraceRow(NamedTuple):
     tokens: list[str]  # of each micro-batch, as the next two
     losses: list[str]
     gradients: list[str]
-    tensors: list[str]
+    tensors: list[str]  # gradients of each tensor
+    weights: list[str]  # of each tensor, after the step
 
 
 class TraceFile:
@@ -62,7 +63,8 @@ class TraceFile:
 
 def _line(row: TraceRow) -> str:
     parts = ["".join(row.tokens), "".join(row.losses), "".join(row.gradients)]
-    return ",".join([str(row.step), row.norm, *parts, *row.tensors])
+    pairs = zip(row.tensors, row.weights, strict=True)
+    return ",".join([str(row.step), row.norm, *parts, *map("".join, pairs)])
 
 
 def as_digits(number: int) -> str:
@@ -95,7 +97,10 @@ def _row(values: list[str], count: int) -> TraceRow:
         raise ValueError
     step, norm, *parts = values
     micro_batches = [_numbers(part) for part in parts[:3]]
-    return TraceRow(int(step), norm, *micro_batches, parts[3:])
+    pairs = [_numbers(part) for part in parts[3:]]
+    tensors = [gradients for gradients, _ in pairs]
+    weights = [weights for _, weights in pairs]
+    return TraceRow(int(step), norm, *micro_batches, tensors, weights)
 
 
 def _numbers(digits: str) -> list[str]:

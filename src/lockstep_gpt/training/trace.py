@@ -65,7 +65,9 @@ class Trace(StepCallback):
         micro_batches = torch.stack(self._micro_batches)  # (A, 2 + tensors)
         gradients = micro_batches[:, 2:]
         parts = [bit_sum(pl_module.grad_norm)[None], *micro_batches[:, :2].T]
-        self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), gradients.sum(dim=0)])
+        weights = torch.stack([bit_sum(weight) for weight in self._bits.named.values()])
+        tensors = [gradients.sum(dim=0), weights]
+        self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), *tensors])
         if step % self.config.log_every == 0 or step == trainer.max_steps:
             self._write(trainer)
 
@@ -102,11 +104,11 @@ def _row(step: int, ranks: Tensor, count: int) -> TraceRow:
         ranks: the bits of each rank, (ranks, n).
         count: micro-batches of a rank.
     """
-    tokens, losses, gradients = ranks[:, 1 : 1 + 3 * count].view(-1, 3, count).transpose(0, 1)
-    tensors = ranks[:, 1 + 3 * count :].sum(dim=0)
-    return TraceRow(
-        step, as_digits(int(ranks[0, 0])), *map(_digits, (tokens, losses, gradients, tensors))
-    )
+    fixed = 1 + 3 * count
+    tokens, losses, gradients = ranks[:, 1:fixed].view(-1, 3, count).transpose(0, 1)
+    of_tensors = ranks[:, fixed:].view(len(ranks), 2, -1)  # gradients, then weights
+    numbers = [tokens, losses, gradients, of_tensors[:, 0].sum(dim=0), of_tensors[0, 1]]
+    return TraceRow(step, as_digits(int(ranks[0, 0])), *map(_digits, numbers))
 
 
 def _digits(numbers: Tensor) -> list[str]:

@@ -36,7 +36,7 @@ def facts_of(device: torch.device, trainer: Any) -> dict[str, Any]:
     """Return what computes on all ranks; every rank must call this."""
     return {
         "processor": "; ".join(sorted({*from_each_rank(processor_of(device))})),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a plain type, to be saved
         "version": VERSION,
         "threads": torch.get_num_threads(),
         "ranks": trainer.world_size,
