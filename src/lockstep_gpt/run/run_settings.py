@@ -41,8 +41,8 @@ class GuardConfig(Checked):
         "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
     )
     trace: bool = setting(
-        "write the bits of each micro-batch's loss, and sums of the bits of its tokens and gradients, "
-        "to trace.csv, so that a comparison names the first micro-batch and tensor that differ",
+        "write sums of the bits of each step's tokens, losses, gradients, and weights to "
+        "trace.csv, so that a comparison names the first micro-batch and tensor that differ",
         False,
     )
     verify_every: int | None = setting(

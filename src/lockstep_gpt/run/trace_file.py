@@ -2,8 +2,8 @@
 
 A row has the optimizer step, the bits of the norm of its gradient, and 8 digits for each of its
 micro-batches, counted over all ranks: sums of the bits of its tokens, its loss, and its gradients.
-Then there are 16 digits for each tensor: its gradients in all micro-batches, and its weights after
-the step, on rank 0. So where one bit was flipped, the sums of one micro-batch or tensor differ.
+Then there are 16 digits for each tensor: its gradients in all micro-batches, and its weights before
+the step. So where one bit was flipped, the sums of one micro-batch or tensor differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TraceRow(NamedTuple):
     losses: list[str]
     gradients: list[str]
     tensors: list[str]  # gradients of each tensor
-    weights: list[str]  # of each tensor, after the step
+    weights: list[str]  # of each tensor, before the step
 
 
 class TraceFile:
@@ -96,11 +96,11 @@ def _row(values: list[str], count: int) -> TraceRow:
     if len(values) != count:
         raise ValueError
     step, norm, *parts = values
-    micro_batches = [_numbers(part) for part in parts[:3]]
+    tokens, losses, gradients = map(_numbers, parts[:3])
     pairs = [_numbers(part) for part in parts[3:]]
-    tensors = [gradients for gradients, _ in pairs]
-    weights = [weights for _, weights in pairs]
-    return TraceRow(int(step), norm, *micro_batches, tensors, weights)
+    tensors = [of_gradients for of_gradients, _ in pairs]
+    weights = [of_weights for _, of_weights in pairs]
+    return TraceRow(int(step), norm, tokens, losses, gradients, tensors, weights)
 
 
 def _numbers(digits: str) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning import Callback
@@ -136,7 +137,8 @@ class Replays(Callback):
         with trainer.precision_plugin.train_step_context():
             loss = pl_module.model(tokens, targets)
         weights = [*self._bits.named.values()]
-        gradients = torch.autograd.grad(loss, weights, factors[rank], allow_unused=True)
+        computed = torch.autograd.grad(loss, weights, factors[rank], allow_unused=True)
+        gradients = cast(Sequence[Tensor | None], computed)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sums = [zero if gradient is None else bit_sum(gradient) for gradient in gradients]
         return bits_of(tokens, targets, loss, sums)

@@ -52,6 +52,7 @@ class Trace(StepCallback):
         del pl_module
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._micro_batches = []
+            self._weights = torch.stack([bit_sum(weight) for weight in self._bits.named.values()])
         self._bits.forget()
         self._batch = batch
 
@@ -65,8 +66,7 @@ class Trace(StepCallback):
         micro_batches = torch.stack(self._micro_batches)  # (A, 2 + tensors)
         gradients = micro_batches[:, 2:]
         parts = [bit_sum(pl_module.grad_norm)[None], *micro_batches[:, :2].T]
-        weights = torch.stack([bit_sum(weight) for weight in self._bits.named.values()])
-        tensors = [gradients.sum(dim=0), weights]
+        tensors = [gradients.sum(dim=0), self._weights]
         self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), *tensors])
         if step % self.config.log_every == 0 or step == trainer.max_steps:
             self._write(trainer)
@@ -107,7 +107,11 @@ def _row(step: int, ranks: Tensor, count: int) -> TraceRow:
     fixed = 1 + 3 * count
     tokens, losses, gradients = ranks[:, 1:fixed].view(-1, 3, count).transpose(0, 1)
     of_tensors = ranks[:, fixed:].view(len(ranks), 2, -1)  # gradients, then weights
-    numbers = [tokens, losses, gradients, of_tensors[:, 0].sum(dim=0), of_tensors[0, 1]]
+    weights = of_tensors[:, 1]
+    # Of a tensor that isn't the same on all ranks, the sum of one that differs from rank 0's.
+    other = (weights != weights[0]).int().argmax(dim=0, keepdim=True)
+    shown = weights.gather(0, other)
+    numbers = [tokens, losses, gradients, of_tensors[:, 0].sum(dim=0), shown]
     return TraceRow(step, as_digits(int(ranks[0, 0])), *map(_digits, numbers))
 
 

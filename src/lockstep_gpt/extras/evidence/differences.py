@@ -102,7 +102,7 @@ def _state_text(step: int, differing: dict[str, str]) -> str:
 def _compare_rows(comparison: Comparison, run: Recorded, replay: Recorded, steps: range) -> None:
     ours, theirs = (rows_of(side.directory, steps) for side in (run, replay))
     common = sorted(ours.keys() & theirs.keys())
-    faults = {}
+    faults: dict[int, str] = {}
     for before, step in pairwise([steps.start - 1, *common]):
         for name in COLUMNS:
             values = [side[step].get(name) for side in (ours, theirs)]
@@ -153,6 +153,11 @@ def trace_text(ours: TraceRow, theirs: TraceRow, names: list[str], per_rank: int
         names: of the tensors.
         per_rank: micro-batches of a rank; None: unknown.
     """
+    weights = _places(ours.weights, theirs.weights)
+    if weights:
+        return (
+            f"{names[weights[0]]}{_more(weights[1:])}, before the step: a wrong update, or memory"
+        )
     for what, run, replay in (
         ("the tokens", ours.tokens, theirs.tokens),
         ("the loss", ours.losses, theirs.losses),
@@ -164,18 +169,13 @@ def trace_text(ours: TraceRow, theirs: TraceRow, names: list[str], per_rank: int
         place = f"{what} of {_micro_batches(places, len(run), per_rank)}"
         tensors = _places(ours.tensors, theirs.tensors)
         if what == "the gradients" and tensors:  # backward begins at the last tensor
-            return f"{place}, first of {names[tensors[-1]]}{_more(tensors)}"
-        if what == "the loss" and len(places) == len(run):
-            return f"{place}, so the weights before the step or the forward pass"
+            return f"{place}, first of {names[tensors[-1]]}{_more(tensors[:-1], 'of ')}"
         return place
-    if ours.norm != theirs.norm:
-        return "the sum of the gradients of all micro-batches"
-    tensors = _places(ours.weights, theirs.weights)
-    return f"the weights after the step, first {names[tensors[0]]}{_more(tensors)}"
+    return "the sum of the gradients of all micro-batches"
 
 
-def _more(tensors: list[int]) -> str:
-    return f" and of {counted(len(tensors) - 1, 'other tensor')}" if len(tensors) > 1 else ""
+def _more(tensors: list[int], of: str = "") -> str:
+    return f" and {of}{counted(len(tensors), 'other tensor')}" if tensors else ""
 
 
 def _places(ours: list[str], theirs: list[str]) -> list[int]:

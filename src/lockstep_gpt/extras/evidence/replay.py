@@ -18,6 +18,7 @@ from lockstep_gpt.run.directory import RunDirectory
 PLAN = "replay.json"  # in the directory of a replay: what its callbacks do
 NAMES = "tensors.json"  # there, too: the names of the tensors, in the optimizer's order
 ALL = 10**6  # checkpoints to keep
+SHOWING = ("progress", "sample")  # callbacks that only show something
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
     values["run_dir"] = str(folder)
     values["logger"] = {}
     values["callbacks"] = {
-        name: node
-        for name, node in values["callbacks"].items()
-        if name not in ("progress", "sample")
+        name: node for name, node in values["callbacks"].items() if name not in SHOWING
     }
     values["checkpoint"] |= {
         "every": None,

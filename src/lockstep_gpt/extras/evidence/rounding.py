@@ -8,6 +8,7 @@ is not explained by rounding.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 MARGIN = 10.0
@@ -28,6 +29,13 @@ class Rounding(NamedTuple):
     def is_explained(self) -> bool:
         """Return whether rounding can be the cause."""
         return self.ratio <= MARGIN
+
+
+def _rounding(place: str, difference: float, allowed: float) -> Rounding:
+    ratio = 0.0
+    if difference:
+        ratio = difference / allowed if allowed else math.inf
+    return Rounding(ratio, place, difference, allowed)
 
 
 def error_of(precision: str) -> float:
@@ -53,7 +61,7 @@ def largest_of_rows(rows: list[list[dict[str, str]]], error: float) -> Rounding:
             allowed = max(reached[name], error * abs(value))
             difference = abs(value - float(run[name]))
             place = f"{name} of step {run['trainer/step']}"
-            worst = max(worst, Rounding(difference / allowed, place, difference, allowed))
+            worst = max(worst, _rounding(place, difference, allowed))
     return worst
 
 
@@ -72,5 +80,5 @@ def largest_of_states(states: list[dict[str, Any]], step: int, error: float) -> 
         allowed = max(float((value - noisy[name].double()).norm()), floor)
         difference = float((value - run[name].double()).norm())
         place = f"{name} after step {step}"
-        worst = max(worst, Rounding(difference / allowed, place, difference, allowed))
+        worst = max(worst, _rounding(place, difference, allowed))
     return worst

@@ -14,9 +14,10 @@ from lockstep_gpt.run.migrations import migrate
 CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
 # Settings that change neither the weights nor the rows of the log.
 OTHERS = (
-    "run_dir run_name resume resume_force logger callbacks checkpoint guard launch trainer strategy "
-    "val_every verbosity test peak_tflops pages warm data.root data.val_tokens data.workers"
-).split()
+    *("run_dir", "run_name", "resume", "resume_force", "logger", "callbacks", "checkpoint"),
+    *("guard", "launch", "strategy", "trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
+    *("val_every", "verbosity", "test", "peak_tflops", "pages", "warm", "data.root"),
+)
 
 
 def refuse_changed_settings(run: RunDirectory, start: int) -> None:

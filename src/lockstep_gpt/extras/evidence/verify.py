@@ -28,7 +28,7 @@ from lockstep_gpt.settings import counted
 
 # Bits depend on these, and without exact sums on the others too.
 DECISIVE = ("processor", "torch", "threads")
-OF_SUMS = ("ranks", "micro_batches")
+OF_SUMS = ("ranks", "micro_batches", "strategy")
 
 
 class Outcome(NamedTuple):
@@ -125,9 +125,8 @@ def verify(run: Recorded, steps: Steps, folder: Path) -> Outcome:
     second = recorded_of(replay(steps, folder / "second"))
     again = compare(first, second, numbers, steps.saves, names)
     if not again.is_equal:
-        line = (
-            f"this machine is unstable: it computed {again.first().text} differently in two replays"
-        )
+        place = again.first().text
+        line = f"this machine is unstable: two replays differ from each other, first {place}"
         return Outcome("unstable", line, details)
     return Outcome("different", f"different: {comparison.first().text}", details)
 
@@ -186,9 +185,8 @@ def _rounding(
         f"errors in each step do here"
     )
     if worst.is_explained:
-        return Outcome(
-            "rounding", f"{beginning}rounding explains the differences: {measured}", details
-        )
+        line = f"{beginning}rounding explains the differences: {measured}"
+        return Outcome("rounding", line, details)
     line = f"{beginning}different: {measured}, more than {rounding.MARGIN:g} times"
     return Outcome("different", line, details)
 

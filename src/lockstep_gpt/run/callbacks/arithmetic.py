@@ -40,6 +40,7 @@ def facts_of(device: torch.device, trainer: Any) -> dict[str, Any]:
         "version": VERSION,
         "threads": torch.get_num_threads(),
         "ranks": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
         "micro_batches": trainer.accumulate_grad_batches,  # of a rank in a step
     }
 
