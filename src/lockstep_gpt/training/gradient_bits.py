@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -74,16 +75,15 @@ def refuse_without_replicas(trainer: Any, setting: str, value: Any, off: str) ->
     )
 
 
-def refuse_changing_kernels(config: Config, model: nn.Module) -> None:
+def refuse_changing_kernels(config: Config, module: LightningModule) -> None:
     """Raise a `UserError` if computing the same again may give other bits without any fault."""
     setting = f"guard.verify_every={config.guard.verify_every}"
-    if any(isinstance(layer, BatchNorm) for layer in model.modules()):
+    if any(isinstance(layer, BatchNorm) for layer in module.modules()):
         raise UserError(
             f"{setting} computes micro-batches again, which would change the statistics of the "
             "model's BatchNorm; use a norm over channels, or set guard.verify_every=null"
         )
-    is_cpu = config.trainer["accelerator"] == "cpu"
-    if not is_cpu and config.batch.exact_micro_size is None:
+    if module.device.type != "cpu" and config.batch.exact_micro_size is None:
         raise UserError(
             f"{setting} needs kernels that always round alike; set batch.exact_micro_size, which "
             "chooses them, or guard.verify_every=null"
