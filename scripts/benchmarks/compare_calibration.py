@@ -53,7 +53,9 @@ def train(folder: Path, word: str, seeds: int) -> None:
     if folder.exists():
         return
     words = [*SMOKE, *QUIET, word, f"seed=range(1,{seeds + 1})", f"run_dir={folder}"]
-    subprocess.run([sys.executable, "-m", "lockstep_gpt", "train", "--multirun", *words], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "lockstep_gpt", "train", "--multirun", *words], check=True
+    )
 
 
 def table(base: np.ndarray, gain: np.ndarray) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 
+FINISHED = ("done", "stopped early")  # the latter by a callback
 Runs = Mapping[int, RunDirectory]  # by seed
 
 
@@ -74,9 +75,8 @@ def _finished(pattern: str) -> dict[int, RunDirectory]:
         run = RunDirectory(Path(path))
         if not run.config.is_file():
             continue
-        status = run.read_summary().get("status", "not finished")
-        if status != "done":
-            raise UserError(f"{path} is {status}; finish it with resume=auto, or leave it out")
+        if not is_finished(run):
+            raise UserError(f"{path} has not finished; continue it by resume=auto, or leave it out")
         seed = int(run.values()["seed"])
         if seed in runs:
             raise UserError(f"{runs[seed].path} and {path} have seed={seed}; name one of them")
@@ -84,6 +84,11 @@ def _finished(pattern: str) -> dict[int, RunDirectory]:
     if not runs:
         raise UserError(f"--runs {pattern} matches no run; name folders that have a config.yaml")
     return runs
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Return whether a run has ended as it should."""
+    return run.read_summary().get("status") in FINISHED
 
 
 def common_seeds(sides: Sequence[Side], groups: Sequence[Runs]) -> list[int]:
