@@ -5,9 +5,11 @@ usage: python scripts/benchmarks/compare_calibration.py [--seeds 64] [--folder r
 The smoke experiment, for 60 steps, trains with each seed in a setting and in one with a learning
 rate that gains about 1 %. The runs are then drawn again and again, in random order:
 
-- a setting against itself: the base with two halves of the seeds, so no difference is real;
+- a setting against itself: runs of the base with other seeds, so no difference is real;
 - pairs without a gain: the pairs' differences minus their mean, drawn with replacement;
 - the gain of 1 %: the pairs as they are.
+
+Each comparison looks after each pair, until it has an answer or a limit of pairs.
 
 An unpaired test is Student's with a power of 90 % at the 5 % level, planned with the true gain and
 the true deviations, which nobody knows beforehand.
@@ -23,14 +25,17 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep_gpt.extras.evidence.budget import PAIRS
+from lockstep_gpt.extras.evidence.intervals import interval_of
 from lockstep_gpt.extras.evidence.measures import measure_of
 from lockstep_gpt.extras.evidence.sides import common_seeds, finished_groups
-from lockstep_gpt.extras.evidence.verdicts import BETTER, OPEN, Judge
+from lockstep_gpt.extras.evidence.verdicts import BETTER, OPEN, WORSE, Judge
 
 SMOKE = ["experiment=smoke", "max_steps=60", "val_every=60", "trainer=cpu", "trainer.devices=1"]
 QUIET = ["logger=none", "callbacks.sample=null", "checkpoint.every=null"]
 SIDES = {"base": "optim.lr=3e-3", "gain": "optim.lr=3.25e-3"}
-COMPARISONS = 200
+COMPARISONS = 1000
+LIMITS = (PAIRS, 100)  # of pairs: the default of `compare`, and many more
 JUDGE = Judge(measure_of("val_loss"), error=0.05, variants=1)
 
 
@@ -63,44 +68,44 @@ def table(base: np.ndarray, gain: np.ndarray) -> str:
     random = np.random.default_rng(0)
     differences = gain - base
     centered = differences - differences.mean()
-    half = len(base) // 2
-    itself = []
-    without_gain = []
-    with_gain = []
-    for _ in range(COMPARISONS):
-        order = random.permutation(len(base))
-        itself.append(first_verdict(base[order[:half]] - base[order[half : 2 * half]]))
-        without_gain.append(first_verdict(random.choice(centered, len(base))))
-        with_gain.append(first_verdict(differences[order]))
-    found = [pairs for answer, pairs in with_gain if answer == BETTER]
+    lines = [
+        f"{len(base)} seeds; loss {base.mean():.4f}, deviation of a run {base.std(ddof=1):.4f}, "
+        f"of a pair's difference {differences.std(ddof=1):.4f}",
+        f"planted gain: {-differences.mean():.4f}, {-differences.mean() / base.mean():.2%}",
+    ]
+    for limit in LIMITS:
+        itself = [
+            first_answer(random.choice(base, limit) - random.choice(base, limit))
+            for _ in range(COMPARISONS)
+        ]
+        without_gain = [first_answer(random.choice(centered, limit)) for _ in range(COMPARISONS)]
+        lines.append(
+            f"up to {limit} looks: a setting with itself, wrong in {share_of(itself)}; pairs "
+            f"without a gain, wrong in {share_of(without_gain)}"
+        )
+    with_gain = [first_answer(random.permutation(differences)[:PAIRS]) for _ in range(COMPARISONS)]
     runs = 2 * statistics.mean(pairs for _, pairs in with_gain)
     unpaired = 2 * pairs_of_unpaired_test(base, gain)
-    deviations = (base.std(ddof=1), differences.std(ddof=1))
-    return "\n".join(
-        [
-            f"{len(base)} seeds; loss {base.mean():.4f}, deviation of a run {deviations[0]:.4f}, "
-            f"of a pair's difference {deviations[1]:.4f}",
-            f"planted gain: {-differences.mean():.4f}, {-differences.mean() / base.mean():.2%}",
-            f"a setting with itself, up to {half} looks: wrong in {wrong(itself)}",
-            f"pairs without a gain, up to {len(base)} looks: wrong in {wrong(without_gain)}",
-            f"planted gain found in {len(found) / COMPARISONS:.1%}, with {runs:.1f} runs on "
-            f"average; an unpaired test needs {unpaired:.0f}: ratio {runs / unpaired:.2f}",
-        ]
+    lines.append(
+        f"planted gain found in {share_of(with_gain, BETTER)}, with {runs:.1f} runs on average; "
+        f"an unpaired test needs {unpaired:.0f}: ratio {runs / unpaired:.2f}"
     )
+    return "\n".join(lines)
 
 
-def first_verdict(differences: np.ndarray) -> tuple[str, int]:
-    """Return the first verdict that is not open, and the pairs it took; or OPEN, and all."""
+def first_answer(differences: np.ndarray) -> tuple[str, int]:
+    """Return the first answer that is not open, and the pairs it took; or OPEN, and all."""
     for pairs in range(1, len(differences) + 1):
-        answer = JUDGE.verdict("base", "gain", np.zeros(pairs), differences[:pairs]).answer
+        answer = JUDGE.answer(interval_of(differences[:pairs], JUDGE.alpha))
         if answer != OPEN:
             return answer, pairs
     return OPEN, len(differences)
 
 
-def wrong(verdicts: list[tuple[str, int]]) -> str:
-    """Return the share of comparisons with any verdict."""
-    return f"{sum(answer != OPEN for answer, _ in verdicts) / len(verdicts):.1%}"
+def share_of(answers: list[tuple[str, int]], *accepted: str) -> str:
+    """Return the share of comparisons with one of some answers; by default, with any."""
+    wanted = accepted or (BETTER, WORSE)
+    return f"{sum(answer in wanted for answer, _ in answers) / len(answers):.1%}"
 
 
 def pairs_of_unpaired_test(base: np.ndarray, gain: np.ndarray) -> float:

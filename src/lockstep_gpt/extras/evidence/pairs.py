@@ -42,8 +42,9 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
     """
     words = [*shared, *side.words]
     for word in words:
-        if word.partition("=")[0] in OURS:
-            raise UserError(f"{word}: compare sets it for each run; its own is --folder")
+        name = word.partition("=")[0]
+        if name in OURS or (name == "seed" and word in side.words):
+            raise UserError(f"{word}: compare sets {name} for each run; remove it")
     plans: list[Plan] = []
 
     def job(composed: DictConfig) -> None:
