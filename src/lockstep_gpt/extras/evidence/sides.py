@@ -37,11 +37,18 @@ def sides_of(texts: Sequence[str]) -> list[Side]:
     A name has a choice's value, and a setting's last part: `optim=muon optim.lr=0.01` is called
     `muon lr=0.01`. If two sides would have the same name, they are called as typed.
     """
-    words = [tuple(shlex.split(text)) for text in texts]
+    words = [_words_of(text) for text in texts]
     names = [" ".join(map(_short, side)) or "base" for side in words]
     if len({*map(_folder_of, names)}) < len(names):
         names = [" ".join(side) or "base" for side in words]
     return [Side(name, _folder_of(name), side) for name, side in zip(names, words, strict=True)]
+
+
+def _words_of(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:  # an open quotation mark
+        raise UserError(f"--variant {text}: {error}; quote words as in a shell") from None
 
 
 def _short(word: str) -> str:
