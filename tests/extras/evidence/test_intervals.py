@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.extras.evidence.intervals import (
+    FIRST_LOOK,
     PRIOR_VARIANCE,
     fewest_pairs,
     half_width,
@@ -44,7 +45,7 @@ def test_at_the_ends_of_the_interval_the_bayes_factor_is_one_in_alpha():
 def test_of_many_sequences_of_pairs_few_ever_exclude_the_truth(alpha):
     values = np.random.default_rng(0).normal(0.3, 2.0, (2000, 60))
     wrong = np.zeros(2000, dtype=bool)
-    for pairs in range(2, 61):
+    for pairs in range(FIRST_LOOK, 61):
         means = values[:, :pairs].mean(1)
         deviations = values[:, :pairs].std(1, ddof=1)
         wrong |= np.abs(means - 0.3) > half_width(pairs, alpha) * deviations
@@ -52,9 +53,9 @@ def test_of_many_sequences_of_pairs_few_ever_exclude_the_truth(alpha):
 
 
 def test_too_few_pairs_can_not_say_anything():
-    assert fewest_pairs(0.05) == 3
-    assert fewest_pairs(0.01) == 4
-    assert interval_of([1.0, 1.1], 0.05).low == -math.inf
+    assert fewest_pairs(0.05) == 4
+    assert fewest_pairs(0.001) == 5
+    assert interval_of([1.0, 1.1, 1.0], 0.05).low == -math.inf
     assert not interval_of([1.0], 0.05).excludes_zero
 
 

@@ -39,9 +39,11 @@ class Measure:
     def of(self, run: RunDirectory) -> float:
         """Return the number of a finished run, or raise a `UserError` if the run has none."""
         value = self.read(run)
-        if not math.isfinite(value):
-            raise UserError(f"{run.path} has no {self.name}; measure {KNOWN}")
-        return value
+        if math.isfinite(value):
+            return value
+        if self.name.startswith(SECONDS_TO):
+            raise UserError(f"{run.path} never reached this loss: --measure {self.name}; raise it")
+        raise UserError(f"{run.path} has no {self.name}; measure {KNOWN}")
 
 
 def measure_of(name: str) -> Measure:

@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 
+FINISHED = ("done", "stopped early")  # the latter by a callback
 Runs = Mapping[int, RunDirectory]  # by seed
 
 
@@ -36,11 +37,18 @@ def sides_of(texts: Sequence[str]) -> list[Side]:
     A name has a choice's value, and a setting's last part: `optim=muon optim.lr=0.01` is called
     `muon lr=0.01`. If two sides would have the same name, they are called as typed.
     """
-    words = [tuple(shlex.split(text)) for text in texts]
+    words = [_words_of(text) for text in texts]
     names = [" ".join(map(_short, side)) or "base" for side in words]
     if len({*map(_folder_of, names)}) < len(names):
         names = [" ".join(side) or "base" for side in words]
     return [Side(name, _folder_of(name), side) for name, side in zip(names, words, strict=True)]
+
+
+def _words_of(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:  # an open quotation mark
+        raise UserError(f"--variant {text}: {error}; quote words as in a shell") from None
 
 
 def _short(word: str) -> str:
@@ -74,9 +82,8 @@ def _finished(pattern: str) -> dict[int, RunDirectory]:
         run = RunDirectory(Path(path))
         if not run.config.is_file():
             continue
-        status = run.read_summary().get("status", "not finished")
-        if status != "done":
-            raise UserError(f"{path} is {status}; finish it with resume=auto, or leave it out")
+        if not is_finished(run):
+            raise UserError(f"{path} has not finished; continue it by resume=auto, or leave it out")
         seed = int(run.values()["seed"])
         if seed in runs:
             raise UserError(f"{runs[seed].path} and {path} have seed={seed}; name one of them")
@@ -84,6 +91,11 @@ def _finished(pattern: str) -> dict[int, RunDirectory]:
     if not runs:
         raise UserError(f"--runs {pattern} matches no run; name folders that have a config.yaml")
     return runs
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Return whether a run has ended as it should."""
+    return run.read_summary().get("status") in FINISHED
 
 
 def common_seeds(sides: Sequence[Side], groups: Sequence[Runs]) -> list[int]:
