@@ -8,16 +8,12 @@ from lockstep_gpt.distributed.bit_sums import INTEGERS, bit_sum
 def test_any_flipped_bit_changes_the_sum(dtype):
     tensor = torch.arange(6).view(2, 3).to(dtype)
     before = bit_sum(tensor)
-    integers = tensor.view(-1).view(
-        {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    )
-    for bit in range(8 * dtype.itemsize):
-        mask = torch.tensor(1 << bit).to(torch.int64).view(torch.int64)
-        if bit == 8 * dtype.itemsize - 1:
-            mask = -mask
-        integers[4] ^= mask.to(integers.dtype)
+    integers = tensor.view(-1).view(INTEGERS[dtype.itemsize])
+    last = 8 * dtype.itemsize - 1
+    for mask in [*(1 << bit for bit in range(last)), -(1 << last)]:
+        integers[4] ^= mask
         assert bit_sum(tensor) != before
-        integers[4] ^= mask.to(integers.dtype)
+        integers[4] ^= mask
     assert bit_sum(tensor) == before
 
 

@@ -8,7 +8,6 @@ from lockstep_gpt.training.replays import Replays, Vote, verdict
 
 NAMES = ["embedding", "block", "norm"]
 RIGHT = (5, 4, 3, 2, 1)
-FLIP = "+callbacks.flip._target_=lockstep_gpt.extras.evidence.flips.FlippedBit"
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 SHORT = ("max_steps=6", "val_every=6", "checkpoint.every=6", "model.dropout=0.1")
 
@@ -71,35 +70,6 @@ def test_two_ranks_agree_while_they_accumulate(command):
     command.train(*words, "guard.verify_every=1", "run_dir=verified")
     command.train(*words, "run_dir=plain")
     assert command.summary("verified")["weights"] == command.summary("plain")["weights"]
-
-
-@pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [("gradient", "the gradient of "), ("token", "its tokens"), ("weight", "the weights of ranks")],
-)
-def test_a_flipped_bit_on_one_rank_ends_the_run_and_is_named(command, kind, what):
-    flip = (FLIP, "+callbacks.flip.note=note", f"+callbacks.flip.kind={kind}")
-    words = ("+callbacks.flip.step=2", "+callbacks.flip.rank=1", "guard.verify_every=1")
-    result = command.train(*SHORT, *TWO, *flip, *words, "run_dir=run", status=1)
-    line = result.stderr.splitlines()[-1]
-    assert f"step 3: {'' if kind == 'weight' else 'micro-batch 1 of rank 1 '}" in line
-    assert what in line
-    if kind != "token":
-        assert (command.folder / "note").read_text() in line
-    if kind != "weight":
-        assert "rank 1 got what 1 of 4 computations did" in line
-
-
-def test_with_a_single_rank_it_repeats_its_own(command):
-    flip = (FLIP, "+callbacks.flip.note=note", "+callbacks.flip.kind=gradient")
-    words = ("+callbacks.flip.step=2", "guard.verify_every=1")
-    result = command.train(*SHORT, *flip, *words, "run_dir=run", status=1)
-    name = (command.folder / "note").read_text()
-    assert "step 3: micro-batch 1 of rank 0 has other bits when computed again, first in " in (
-        result.stderr
-    )
-    assert f"the gradient of {name}; rank 0 got what 1 of 3 computations did" in result.stderr
 
 
 def test_a_batchnorm_is_refused(command):
