@@ -86,7 +86,11 @@ class Replays(Callback):
         if self._batch is not None:
             count = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
 
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+
             def note(gradient: Tensor) -> None:
+                if scaler is not None:  # Lightning has scaled the loss already
+                    gradient = scaler.scale(gradient)
                 self._factor = gradient / count
 
             loss.register_hook(note)  # type: ignore[no-untyped-call]
