@@ -6,6 +6,12 @@ from lockstep_gpt.run.trace_file import FIXED, read_trace
 
 TRACED = ("guard.trace=true", "batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
 SHORT = ("max_steps=10", "val_every=10", "checkpoint.every=4")
+STOPPING = """
+import lightning
+class Stopping(lightning.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.should_stop or trainer.global_step == 5
+"""
 
 
 @pytest.fixture
@@ -27,11 +33,13 @@ def test_with_exact_sums_the_file_is_equal_on_one_rank_and_two(traced):
 
 
 def test_a_resumed_run_has_the_rows_of_one_that_was_never_stopped(traced):
-    stop = "+callbacks.stop._target_=lightning.pytorch.callbacks.Timer"
-    traced.train(*TRACED, *SHORT, "run_dir=part", stop, "+callbacks.stop.duration={seconds: 0}")
-    last = read_trace(traced.folder / "part/trace.csv")[1][-1]
-    assert last.step < 10
-    traced("train", "run_dir=part", "resume=auto", "callbacks.stop.duration={hours: 1}")
+    (traced.folder / "stopping.py").write_text(STOPPING)
+    place = {"PYTHONPATH": str(traced.folder)}
+    stop = "+callbacks.stop._target_=stopping.Stopping"
+    traced.train(*TRACED, *SHORT, "run_dir=part", stop, **place)
+    rows = read_trace(traced.folder / "part/trace.csv")[1]
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5]
+    traced("train", "run_dir=part", "resume=auto", **place)
     one = (traced.folder / "one/trace.csv").read_bytes()
     assert one == (traced.folder / "part/trace.csv").read_bytes()
 

@@ -93,9 +93,10 @@ def read_trace(path: Path) -> tuple[list[str], list[TraceRow]]:
 
 
 def _row(values: list[str], count: int) -> TraceRow:
-    if len(values) != count:
-        raise ValueError
     step, norm, *parts = values
+    widths = {len(part) for part in parts[3:]}
+    if len(values) != count or not widths <= {2 * DIGITS}:
+        raise ValueError
     tokens, losses, gradients = map(_numbers, parts[:3])
     pairs = [_numbers(part) for part in parts[3:]]
     tensors = [of_gradients for of_gradients, _ in pairs]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
+from lockstep_gpt.run.checkpoint import checkpoint_path
 
 
 @pytest.fixture
@@ -17,9 +18,8 @@ def histories(new_run, tmp_path):
             run = new_run(max_steps=steps)
             arithmetic = Arithmetic()
             torch.set_num_threads(threads)
-            trainer = run.fit(arithmetic, ckpt_path=path)
-            path = tmp_path / f"step={steps:06d}.ckpt"
-            trainer.save_checkpoint(path)
+            run.fit(arithmetic, run.checkpoints(tmp_path), ckpt_path=path)
+            path = checkpoint_path(tmp_path, steps)
             found.append(torch.load(path, weights_only=True)["arithmetic"])
         torch.set_num_threads(1)
         return found

@@ -32,6 +32,7 @@ class Steps:
         saves: steps after which to save.
         devices: of this machine.
         has_gpu: whether they are GPUs.
+        micro_size: samples of a micro-batch, whose dropout depends on it; None: as set.
     """
 
     run: RunDirectory
@@ -40,6 +41,7 @@ class Steps:
     saves: list[int]
     devices: int
     has_gpu: bool
+    micro_size: int | None
 
 
 def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirectory:
@@ -79,6 +81,8 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
     values["trainer"] |= {"accelerator": accelerator, "devices": steps.devices, "num_nodes": 1}
     if not steps.has_gpu and values["strategy"].get("process_group_backend") == "nccl":
         values["strategy"]["process_group_backend"] = None
+    if steps.micro_size is not None:
+        values["batch"]["micro_size"] = steps.micro_size
     values["run_dir"] = str(folder)
     values["logger"] = {}
     values["callbacks"] = {

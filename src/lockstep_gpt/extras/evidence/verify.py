@@ -84,7 +84,17 @@ def steps_of(recorded: Recorded, start: int, end: int | None, devices: int | Non
         raise UserError(f"--to={end} is no saved step after {start}; {run.path} has {known}")
     saves = [step for step in ends if step <= end]
     count, has_gpu = _devices(recorded, end, devices)
-    return Steps(run, start, end, saves, count, has_gpu)
+    return Steps(run, start, end, saves, count, has_gpu, _micro_size(recorded, end))
+
+
+def _micro_size(recorded: Recorded, end: int) -> int | None:
+    """Return how many samples the run's micro-batches had; None if that is not recorded."""
+    config = recorded.directory.load()
+    facts = facts_at(recorded, end)
+    if not facts or config.batch.global_size is None or config.tensor_parallel > 1:
+        return None
+    micro_batches: int = facts["ranks"] * facts["micro_batches"]
+    return config.batch.global_size // micro_batches
 
 
 def _devices(recorded: Recorded, end: int, chosen: int | None) -> tuple[int, bool]:
@@ -201,9 +211,10 @@ def _print(run: RunDirectory, steps: Steps, outcome: Outcome) -> None:
     for kind, count in outcome.details["compared"].items():
         if count["of"]:
             print(f"  {kind:<20} {count['equal']} of {count['of']} equal")
-    for text in outcome.details["differences"].values():
-        if text not in outcome.line:
-            print(f"  differs: {text}")
+    if "reasons" not in outcome.details:  # else bits can't be compared
+        for text in outcome.details["differences"].values():
+            if text not in outcome.line:
+                print(f"  differs: {text}")
     print(outcome.line)
 
 
