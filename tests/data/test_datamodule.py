@@ -120,6 +120,22 @@ def test_training_follows_the_order(folder, accumulation):
     assert torch.equal(stacked(module.trained), stacked(expected))
 
 
+def test_any_micro_batch_of_training_can_be_read_again(folder):
+    data = datamodule(folder, accumulation=3)
+    data.resume_at(1, 21)  # of another size until then
+    module = Recorder()
+    options = {"accelerator": "cpu", "max_steps": 5, "logger": False, "barebones": True}
+    data.trainer = lightning.Trainer(accumulate_grad_batches=3, **options)
+    data.trainer.fit(module, datamodule=data)
+    again = [
+        data.micro_batch(1 + step, leaf, module.device) for step in range(2) for leaf in (0, 2)
+    ]
+    first = 21 - data.samples_seen(0)  # the Trainer has begun at step 0
+    assert first == 9
+    places = [0 + 3, 2 + 3, 0 + 6, 2 + 6]
+    assert torch.equal(stacked(again), stacked([module.trained[place] for place in places]))
+
+
 @pytest.mark.parametrize(("steps", "accumulation"), [(5, 2), (40, 1), (4, 2)])
 def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     folder, tmp_path, steps, accumulation

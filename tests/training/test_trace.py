@@ -9,8 +9,9 @@ SHORT = ("max_steps=10", "val_every=10", "checkpoint.every=4")
 STOPPING = """
 import lightning
 class Stopping(lightning.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        trainer.should_stop = trainer.should_stop or trainer.global_step == 5
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx + 1 == 5 * trainer.accumulate_grad_batches:
+            trainer.should_stop = True
 """
 
 

@@ -1,8 +1,10 @@
 """`lockstep-gpt verify RUN`: clean runs are confirmed, and mistakes are one line."""
 
 import json
+import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +159,14 @@ def test_a_run_that_was_changed_when_resumed_needs_a_later_start(command):
         "lockstep-gpt verify: run changed max_steps when it was resumed, so its settings can't "
         "compute the steps after 0; start after the change, with --from one of 6, 9\n"
     )
+
+
+def test_the_page_has_each_option(command):
+    page = (Path(__file__).parents[3] / "docs/evidence.md").read_text("utf-8")
+    usage = command("verify", "--help").stdout
+    options = {*re.findall(r"^  (--[\w-]+)", usage, re.MULTILINE)}
+    assert options == {"--from", "--to", "--devices", "--json"}
+    assert options <= {*re.findall(r"--[\w-]+", page)}
 
 
 def row(**changes):

@@ -188,7 +188,8 @@ def _rounding(
         paths = [checkpoint_path(side.directory.checkpoints, step) for side in sides]
         states = [state_of(path, names) for path in paths]
         worst = max(worst, rounding.largest_of_states(states, step, error))
-    details |= {"reasons": reasons, "rounding": worst._asdict()}
+    measures = {"ratio": worst.ratio, "difference": worst.difference, "allowed": worst.allowed}
+    details |= {"reasons": reasons, "rounding": {"place": worst.place, **measures}}
     beginning = f"bits can't be compared (the run had {'; '.join(reasons)}); "
     measured = (
         f"{worst.place} differs by {worst.difference:.2g}, {worst.ratio:.2g} times what rounding "
