@@ -122,18 +122,14 @@ def test_training_follows_the_order(folder, accumulation):
 
 def test_any_micro_batch_of_training_can_be_read_again(folder):
     data = datamodule(folder, accumulation=3)
-    data.resume_at(1, 21)  # of another size until then
-    module = Recorder()
-    options = {"accelerator": "cpu", "max_steps": 5, "logger": False, "barebones": True}
-    data.trainer = lightning.Trainer(accumulate_grad_batches=3, **options)
-    data.trainer.fit(module, datamodule=data)
-    again = [
-        data.micro_batch(1 + step, leaf, module.device) for step in range(2) for leaf in (0, 2)
-    ]
-    first = 21 - data.samples_seen(0)  # the Trainer has begun at step 0
-    assert first == 9
-    places = [0 + 3, 2 + 3, 0 + 6, 2 + 6]
-    assert torch.equal(stacked(again), stacked([module.trained[place] for place in places]))
+    module, _ = fit(data, max_steps=5)
+    again = [data.micro_batch(place // 3, place % 3, module.device) for place in range(15)]
+    assert torch.equal(stacked(again), stacked(module.trained))
+    data.resume_at(2, 13)  # after steps of another size
+    windows = StreamWindows(folder, "train", T)
+    order = Order(SEED, 99, B, rank=0, world_size=1, accumulation=3, start=13)
+    third = windows.widen(*windows.gather([*islice(order, 6)][3:4]))
+    assert torch.equal(stacked([data.micro_batch(3, 0, module.device)]), stacked([third]))
 
 
 @pytest.mark.parametrize(("steps", "accumulation"), [(5, 2), (40, 1), (4, 2)])
