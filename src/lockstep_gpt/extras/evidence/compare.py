@@ -31,6 +31,7 @@ from lockstep_gpt.extras.evidence.sides import (
 )
 from lockstep_gpt.extras.evidence.verdicts import Judge
 from lockstep_gpt.extras.evidence.workers import Workers, environments_of, started_workers
+from lockstep_gpt.launch import launcher
 from lockstep_gpt.run.lock import RunLock
 
 
@@ -68,7 +69,7 @@ def _compare_finished(options: argparse.Namespace) -> None:
     for side, runs in zip(sides, groups, strict=True):
         values = [run.values() for run in runs.values()]
         fairness.refuse_mixture(side.name, values)
-        tokens = int(runs[seeds[0]].read_summary()["tokens"])
+        tokens = int(runs[seeds[0]].read_summary().get("tokens", 0))
         settings.append(Setting(side.name, values[0], tokens))
     report.check(settings)
     report.update(groups)
@@ -81,6 +82,8 @@ def _compare_finished(options: argparse.Namespace) -> None:
 
 def _compare_trained(options: argparse.Namespace) -> None:
     """Train pairs until each variant has an answer, or the budget is spent."""
+    if launcher.is_inside_launcher():
+        raise UserError("compare starts ranks itself; run it without torchrun or srun")
     if not options.variant:
         raise UserError('compare needs a variant, as in --variant "optim=muon", or --runs')
     stop_signals.install(has_keyboard=True).interrupt()

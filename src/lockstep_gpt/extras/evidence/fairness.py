@@ -127,7 +127,9 @@ def warnings_of_time(names: Sequence[str], groups: Sequence[Runs]) -> list[str]:
 def _seconds_of_run(runs: Runs) -> float:
     """Return the mean seconds of training, by each run's median step; NaN without runs."""
     summaries = [run.read_summary() for run in runs.values()]
-    seconds = [summary["step"] * summary["step_seconds_p50"] for summary in summaries]
+    seconds = [
+        summary["step"] * (summary.get("step_seconds_p50") or math.nan) for summary in summaries
+    ]
     return statistics.fmean(seconds) if seconds else math.nan
 
 
