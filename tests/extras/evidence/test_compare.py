@@ -13,7 +13,7 @@ import yaml
 VARIANT = ("--variant", "optim.lr=4e-3")
 RUNS = ("--runs", "pairs/base/*", "pairs/lr-4e-3/*")
 VERDICT = re.compile(
-    r"^lr=4e-3 is better than base by 0\.\d+ nats \(95% CI 0\.\d+ to 0\.\d+\), 4 pairs; "
+    r"^lr[=-]4e-3 is better than base by 0\.\d+ nats \(95% CI 0\.\d+ to 0\.\d+\), 4 pairs; "
     r"at this noise 0\.01 needs \d+ pairs$",
     re.MULTILINE,
 )
