@@ -45,6 +45,16 @@ def test_runs_in_pairs_end_in_a_verdict_that_one_can_quote(compared, losses_in):
     assert [config["optim"]["lr"] for config in configs] == [3e-3, 4e-3]
 
 
+def test_its_runs_have_the_losses_of_the_same_runs_alone(compared, command, losses_in):
+    """Here, too, where several of them run at the same time."""
+    config = yaml.safe_load((compared[0].folder / "pairs/lr-4e-3/1339/config.yaml").read_text())
+    names = ("max_steps", "val_every", "log_every")
+    words = [f"{name}={config[name]}" for name in names]
+    command.train("trainer=cpu", "optim.lr=4e-3", "seed=1339", "run_dir=alone", *words)
+    losses = losses_in(compared[0].folder / "pairs")
+    assert losses["lr-4e-3/1339"] == command.summary("alone")["val_loss"]
+
+
 def test_the_same_command_again_trains_nothing(copied, words_of, losses_in):
     before = losses_in(copied.folder / "pairs")
     for log in copied.folder.glob("pairs/*/*.log"):
