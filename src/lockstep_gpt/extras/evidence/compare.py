@@ -102,13 +102,31 @@ def _compare_trained(options: argparse.Namespace) -> None:
     seeds = range(config.seed, config.seed + budget.most_pairs(tokens_of_pair))
     runs = PairedRuns(folder, tuple(sides), tuple(options.overrides), config.logger, seeds)
     runs.refuse_other_runs(settings)
-    environments = environments_of(plans[0].placement, options.at_once)
+    environments = environments_of(plans[0].placement, _runs_at_once(options, report))
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder / ".lock", str(folder))
     with lock.of_command(), started_workers(environments) as workers:
         _train_pairs(runs, workers, report, budget)
     report.print()
     print(f"{folder / PAGE}: open it in any browser")
+
+
+def _runs_at_once(options: argparse.Namespace, report: Report) -> int | None:
+    """Return how many runs train at the same time; None: what fits.
+
+    Raises:
+        UserError: they would slow each other down, and their speed is measured.
+    """
+    of_speed = [judge.measure.name for judge in report.judges if judge.measure.is_of_speed]
+    at_once: int | None = options.at_once
+    if not of_speed:
+        return at_once
+    if at_once not in (None, 1):
+        raise UserError(
+            f"--at-once={at_once}: runs would slow each other down; leave it out to measure "
+            f"{of_speed[0]}"
+        )
+    return 1
 
 
 def _train_pairs(runs: PairedRuns, workers: Workers, report: Report, budget: Budget) -> None:
@@ -130,7 +148,8 @@ def _train_pairs(runs: PairedRuns, workers: Workers, report: Report, budget: Bud
         if not missing or not budget.has_time(pairs, seconds):
             break
         runs.train(workers, [runs.sides[place] for place in (0, *variants)], missing)
-    report.warn_of_time(groups)
+    if workers.count == 1:  # else their times depend on each other
+        report.warn_of_time(groups)
     report.write(runs.folder, seconds=seconds, command=_command(runs))
 
 
