@@ -13,7 +13,7 @@ import yaml
 VARIANT = ("--variant", "optim.lr=4e-3")
 RUNS = ("--runs", "pairs/base/*", "pairs/lr-4e-3/*")
 VERDICT = re.compile(
-    r"^lr=4e-3 is better than base by 0\.\d+ nats \(95% CI 0\.\d+ to 0\.\d+\), 4 pairs; "
+    r"^lr[=-]4e-3 is better than base by 0\.\d+ nats \(95% CI 0\.\d+ to 0\.\d+\), 4 pairs; "
     r"at this noise 0\.01 needs \d+ pairs$",
     re.MULTILINE,
 )
@@ -43,6 +43,16 @@ def test_runs_in_pairs_end_in_a_verdict_that_one_can_quote(compared, losses_in):
     configs = [yaml.safe_load((folder / side / "1338/config.yaml").read_text()) for side in sides]
     assert [config["seed"] for config in configs] == [1338, 1338]
     assert [config["optim"]["lr"] for config in configs] == [3e-3, 4e-3]
+
+
+def test_its_runs_have_the_losses_of_the_same_runs_alone(compared, command, losses_in):
+    """Here, too, where several of them run at the same time."""
+    config = yaml.safe_load((compared[0].folder / "pairs/lr-4e-3/1339/config.yaml").read_text())
+    names = ("max_steps", "val_every", "log_every")
+    words = [f"{name}={config[name]}" for name in names]
+    command.train("trainer=cpu", "optim.lr=4e-3", "seed=1339", "run_dir=alone", *words)
+    losses = losses_in(compared[0].folder / "pairs")
+    assert losses["lr-4e-3/1339"] == command.summary("alone")["val_loss"]
 
 
 def test_the_same_command_again_trains_nothing(copied, words_of, losses_in):
@@ -145,6 +155,10 @@ def test_finished_runs_that_can_not_be_compared_are_refused_in_one_line(damage, 
         ([*VARIANT, "--confidence", "95"], "--confidence=95.0 must be from 0.5 to below 1"),
         ([*VARIANT, "--tokens", "1e4"], "--tokens=1e+04 is too small for any answer: 4 pairs of "),
         ([*VARIANT, "--at-once", "999"], "--at-once=999 runs don't fit: "),
+        (
+            [*VARIANT, "--measure", "tokens_per_second", "--at-once", "2"],
+            "--at-once=2: runs would slow each other down; leave it out to measure tokens_per_sec",
+        ),
         ([*VARIANT, "run_dir=x"], "run_dir=x: compare sets run_dir for each run; remove it"),
         (["--variant", "seed=3"], "seed=3: compare sets seed for each run; remove it"),
         (["--variant", "optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),

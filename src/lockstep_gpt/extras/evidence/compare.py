@@ -31,6 +31,7 @@ from lockstep_gpt.extras.evidence.sides import (
 )
 from lockstep_gpt.extras.evidence.verdicts import Judge
 from lockstep_gpt.extras.evidence.workers import Workers, environments_of, started_workers
+from lockstep_gpt.launch import launcher
 from lockstep_gpt.run.lock import RunLock
 
 
@@ -68,7 +69,7 @@ def _compare_finished(options: argparse.Namespace) -> None:
     for side, runs in zip(sides, groups, strict=True):
         values = [run.values() for run in runs.values()]
         fairness.refuse_mixture(side.name, values)
-        tokens = int(runs[seeds[0]].read_summary()["tokens"])
+        tokens = int(runs[seeds[0]].read_summary().get("tokens", 0))
         settings.append(Setting(side.name, values[0], tokens))
     report.check(settings)
     report.update(groups)
@@ -81,6 +82,8 @@ def _compare_finished(options: argparse.Namespace) -> None:
 
 def _compare_trained(options: argparse.Namespace) -> None:
     """Train pairs until each variant has an answer, or the budget is spent."""
+    if launcher.is_inside_launcher():
+        raise UserError("compare starts ranks itself; run it without torchrun or srun")
     if not options.variant:
         raise UserError('compare needs a variant, as in --variant "optim=muon", or --runs')
     stop_signals.install(has_keyboard=True).interrupt()
@@ -99,13 +102,31 @@ def _compare_trained(options: argparse.Namespace) -> None:
     seeds = range(config.seed, config.seed + budget.most_pairs(tokens_of_pair))
     runs = PairedRuns(folder, tuple(sides), tuple(options.overrides), config.logger, seeds)
     runs.refuse_other_runs(settings)
-    environments = environments_of(plans[0].placement, options.at_once)
+    environments = environments_of(plans[0].placement, _runs_at_once(options, report))
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder / ".lock", str(folder))
     with lock.of_command(), started_workers(environments) as workers:
         _train_pairs(runs, workers, report, budget)
     report.print()
     print(f"{folder / PAGE}: open it in any browser")
+
+
+def _runs_at_once(options: argparse.Namespace, report: Report) -> int | None:
+    """Return how many runs train at the same time; None: what fits.
+
+    Raises:
+        UserError: they would slow each other down, and their speed is measured.
+    """
+    of_speed = [judge.measure.name for judge in report.judges if judge.measure.is_of_speed]
+    at_once: int | None = options.at_once
+    if not of_speed:
+        return at_once
+    if at_once not in (None, 1):
+        raise UserError(
+            f"--at-once={at_once}: runs would slow each other down; leave it out to measure "
+            f"{of_speed[0]}"
+        )
+    return 1
 
 
 def _train_pairs(runs: PairedRuns, workers: Workers, report: Report, budget: Budget) -> None:
@@ -127,7 +148,8 @@ def _train_pairs(runs: PairedRuns, workers: Workers, report: Report, budget: Bud
         if not missing or not budget.has_time(pairs, seconds):
             break
         runs.train(workers, [runs.sides[place] for place in (0, *variants)], missing)
-    report.warn_of_time(groups)
+    if workers.count == 1:  # else their times depend on each other
+        report.warn_of_time(groups)
     report.write(runs.folder, seconds=seconds, command=_command(runs))
 
 

@@ -19,7 +19,7 @@ from lockstep_gpt.run.directory import MAY_DIFFER, differences, flat, some_of
 NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")
 OF_VALIDATION = ("data.val_tokens", "data.val_fraction", "model.block_size")
 RATE = "optim.lr"
-MUCH_SLOWER = 1.1  # seconds per step of one side, divided by those of the other
+MUCH_SLOWER = 1.2  # seconds per step of one side, divided by those of the other
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,12 @@ def warnings_of_time(names: Sequence[str], groups: Sequence[Runs]) -> list[str]:
 
 
 def _seconds_of_run(runs: Runs) -> float:
-    """Return the mean seconds of training, by each run's median step; NaN without runs."""
+    """Return the median seconds of training, by each run's median step; NaN without runs."""
     summaries = [run.read_summary() for run in runs.values()]
-    seconds = [summary["step"] * summary["step_seconds_p50"] for summary in summaries]
-    return statistics.fmean(seconds) if seconds else math.nan
+    seconds = [
+        summary["step"] * (summary.get("step_seconds_p50") or math.nan) for summary in summaries
+    ]
+    return statistics.median(seconds) if seconds else math.nan
 
 
 def differing_lines(one: Setting, other: Setting) -> list[str]:

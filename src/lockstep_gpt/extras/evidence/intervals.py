@@ -6,7 +6,7 @@ some standard deviations", with a normal prior on this number and the right Haar
 the scale. Where m is true, the factor is a nonnegative martingale, so by Ville's inequality it ever
 exceeds 1/alpha with a probability of at most alpha. The interval contains all m whose factor does
 not. Lai 1976, "On confidence sequences"; Wang and Ramdas 2023, "Anytime-valid t-tests and
-confidence sequences for Gaussian means with unknown variance" (theorem 4.7 and section 5).
+confidence sequences for Gaussian means with unknown variance".
 """
 
 from __future__ import annotations

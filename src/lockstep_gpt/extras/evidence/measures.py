@@ -36,6 +36,11 @@ class Measure:
         """Whether the number means nothing without the validation text."""
         return "loss" in self.name or "perplexity" in self.name or self.name.startswith(SECONDS_TO)
 
+    @property
+    def is_of_speed(self) -> bool:
+        """Whether runs at the same time would change each other's number."""
+        return "second" in self.name
+
     def of(self, run: RunDirectory) -> float:
         """Return the number of a finished run, or raise a `UserError` if the run has none."""
         value = self.read(run)

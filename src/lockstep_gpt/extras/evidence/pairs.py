@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lockstep_gpt.extras.evidence.sides import Side, is_finished
 from lockstep_gpt.extras.evidence.workers import Job, Workers
 from lockstep_gpt.launch import compose, short_runs, start
 from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.quoting import quote_value
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
 
@@ -121,24 +123,25 @@ class PairedRuns:
     def _job(self, side: Side, seed: int) -> Job:
         run = self.run(side, seed)
         run.path.parent.mkdir(parents=True, exist_ok=True)
-        name = f"{side.folder}-{seed}"
         words = (
-            *("train", *self.shared, *side.words, f"seed={seed}"),
-            *(f"run_dir={run.path}", f"run_name={name}", "resume=auto"),
+            *("train", *self.shared, *side.words, f"seed={seed}", "resume=auto"),
+            f"run_dir={run.path}",
+            quote_value(f"run_name={side.folder}-{seed}"),
             *self._logger_words(side, seed),
         )
         return Job(words, run.path.with_name(f"{seed}.log"))
 
     def _logger_words(self, side: Side, seed: int) -> list[str]:
+        """Return the words that put a run into the comparison's group, with tags of its own."""
         words = []
         for name, logger in self.loggers.items():
             if not isinstance(logger, dict):
                 continue
             if "group" in logger and logger["group"] is None:
-                words.append(f"logger.{name}.group={self.folder.name}")
+                words.append(quote_value(f"logger.{name}.group={self.folder.name}"))
             if "tags" in logger:
                 tags = [*(logger["tags"] or []), side.folder, f"seed-{seed}"]
-                words.append(f"logger.{name}.tags=[{','.join(tags)}]")
+                words.append(f"logger.{name}.tags={json.dumps(tags)}")
         return words
 
     def _failure(self, side: Side, seed: int, job: Job, status: int) -> str:

@@ -69,11 +69,16 @@ def finished_groups(patterns: Sequence[str]) -> tuple[list[Side], list[dict[int,
         UserError: a pattern matches no run, a run isn't done, or two of a group have one seed.
     """
     groups = [_finished(pattern) for pattern in patterns]
-    names = [pattern.rstrip("/*") or pattern for pattern in patterns]
-    short = [Path(name).name for name in names]
-    if len({*short}) == len(names):
-        names = short
+    names = [_last_plain_part(pattern) for pattern in patterns]
+    if len({*names}) < len(names):
+        names = list(patterns)
     return [Side(name, _folder_of(name)) for name in names], groups
+
+
+def _last_plain_part(pattern: str) -> str:
+    """Return the last folder of a pattern that has no wildcard."""
+    plain = [part for part in Path(pattern).parts if not glob.has_magic(part)]
+    return plain[-1] if plain else pattern
 
 
 def _finished(pattern: str) -> dict[int, RunDirectory]:
