@@ -1,10 +1,13 @@
 """`guard.verify_every`: a micro-batch computed again, on another rank, has the same bits."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.training.gradient_bits import refuse_changing_kernels
 from lockstep_gpt.training.replays import Replays, Vote, verdict
 
 NAMES = ["embedding", "block", "norm"]
@@ -90,3 +93,12 @@ def test_a_batchnorm_is_refused(command):
     words = ("+callbacks.normed._target_=normed.Normed", "guard.verify_every=2", "run_dir=run")
     result = command.train(*SHORT, *words, status=2, PYTHONPATH=str(command.folder))
     assert "guard.verify_every=2 computes micro-batches again, which would change" in result.stderr
+
+
+def test_gpus_need_kernels_that_always_round_alike(new_run):
+    run = new_run(guard={"verify_every": 2})
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), modules=run.module.modules)
+    with pytest.raises(UserError, match=r"verify_every=2 needs kernels that always round alike; "):
+        refuse_changing_kernels(run.config, on_gpu)
+    exact = new_run(batch={"exact_micro_size": 2, "micro_size": None}).config
+    refuse_changing_kernels(exact, on_gpu)
