@@ -7,7 +7,16 @@ from lockstep_gpt.run.trace_file import FIXED, TraceFile, TraceRow, as_digits, r
 
 def row(step):
     pairs = [as_digits(10 * step), as_digits(7)]
-    return TraceRow(step, as_digits(3), pairs, pairs, pairs, ["0000000a"] * 3, ["ffffffaa"] * 3)
+    return TraceRow(
+        step,
+        as_digits(3),
+        pairs,
+        pairs,
+        pairs,
+        ["0000000a"] * 3,
+        ["ffffffaa"] * 3,
+        ["00000001"] * 3,
+    )
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """`guard.trace=true`: the bits of each step, the same for any devices and after a resume."""
 
 import pytest
+import torch
 
 from lockstep_gpt.run.trace_file import FIXED, read_trace
+from lockstep_gpt.training.trace import one_of_ranks
 
 TRACED = ("guard.trace=true", "batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
 SHORT = ("max_steps=10", "val_every=10", "checkpoint.every=4")
@@ -62,3 +64,17 @@ def test_ranks_with_parts_of_the_model_are_refused(command, setting, off):
     assert f"{setting} needs the whole model on each rank; set strategy=ddp, or {name}={off}" in (
         result.stderr
     )
+
+
+def test_of_ranks_with_the_tensor_one_that_differs_is_shown():
+    sums = torch.tensor([[5, 0, 5, 0], [5, 7, 5, 0], [5, 7, 6, 0], [5, 0, 5, 0]])
+    assert one_of_ranks(sums).tolist() == [5, 7, 6, 0]
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_muons_ranks_that_share_its_momentum_write_what_one_rank_does(command):
+    words = (*TRACED, "max_steps=4", "val_every=4", "optim=muon", "model=modern_nano")
+    command.train(*words, "run_dir=one")
+    command.train(*words, "run_dir=two", "trainer=cpu", "trainer.devices=2", "strategy=ddp")
+    one = (command.folder / "one/trace.csv").read_bytes()
+    assert one == (command.folder / "two/trace.csv").read_bytes()

@@ -2,8 +2,8 @@
 
 A row has the optimizer step, the bits of the norm of its gradient, and 8 digits for each of its
 micro-batches, counted over all ranks: sums of the bits of its tokens, its loss, and its gradients.
-Then there are 16 digits for each tensor: its gradients in all micro-batches, and its weights before
-the step. So where one bit was flipped, the sums of one micro-batch or tensor differ.
+Then there are 24 digits for each tensor: its gradients in all micro-batches, and before the step
+its weights and their state in the optimizer. So where one bit was flipped, few sums differ.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class TraceRow(NamedTuple):
     gradients: list[str]
     tensors: list[str]  # gradients of each tensor
     weights: list[str]  # of each tensor, before the step
+    states: list[str]  # of the optimizer, for each tensor, before the step
 
 
 class TraceFile:
@@ -63,8 +64,8 @@ class TraceFile:
 
 def _line(row: TraceRow) -> str:
     parts = ["".join(row.tokens), "".join(row.losses), "".join(row.gradients)]
-    pairs = zip(row.tensors, row.weights, strict=True)
-    return ",".join([str(row.step), row.norm, *parts, *map("".join, pairs)])
+    of_tensors = zip(row.tensors, row.weights, row.states, strict=True)
+    return ",".join([str(row.step), row.norm, *parts, *map("".join, of_tensors)])
 
 
 def as_digits(number: int) -> str:
@@ -95,13 +96,12 @@ def read_trace(path: Path) -> tuple[list[str], list[TraceRow]]:
 def _row(values: list[str], count: int) -> TraceRow:
     step, norm, *parts = values
     widths = {len(part) for part in parts[3:]}
-    if len(values) != count or not widths <= {2 * DIGITS}:
+    if len(values) != count or not widths <= {3 * DIGITS}:
         raise ValueError
     tokens, losses, gradients = map(_numbers, parts[:3])
-    pairs = [_numbers(part) for part in parts[3:]]
-    tensors = [of_gradients for of_gradients, _ in pairs]
-    weights = [of_weights for _, of_weights in pairs]
-    return TraceRow(int(step), norm, tokens, losses, gradients, tensors, weights)
+    of_tensors = [_numbers(part) for part in parts[3:]]
+    tensors, weights, states = ([numbers[place] for numbers in of_tensors] for place in range(3))
+    return TraceRow(int(step), norm, tokens, losses, gradients, tensors, weights, states)
 
 
 def _numbers(digits: str) -> list[str]:

@@ -52,7 +52,7 @@ class Trace(StepCallback):
         del pl_module
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._micro_batches = []
-            self._weights = torch.stack([bit_sum(weight) for weight in self._bits.named.values()])
+            self._memory = self._sums_of_memory(trainer)
         self._bits.forget()
         self._batch = batch
 
@@ -66,7 +66,7 @@ class Trace(StepCallback):
         micro_batches = torch.stack(self._micro_batches)  # (A, 2 + tensors)
         gradients = micro_batches[:, 2:]
         parts = [bit_sum(pl_module.grad_norm)[None], *micro_batches[:, :2].T]
-        tensors = [gradients.sum(dim=0), self._weights]
+        tensors = [gradients.sum(dim=0), self._memory]
         self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), *tensors])
         if step % self.config.log_every == 0 or step == trainer.max_steps:
             self._write(trainer)
@@ -83,6 +83,18 @@ class Trace(StepCallback):
         """Stop watching."""
         if hasattr(self, "_bits"):
             self._bits.stop()
+
+    def _sums_of_memory(self, trainer: Any) -> Tensor:
+        """Return the sums of the bits of all weights, then of the optimizer's state of each."""
+        weights = [*self._bits.named.values()]
+        zero = torch.zeros((), dtype=torch.int64, device=weights[0].device)
+        states = []
+        for weight in weights:
+            saved = trainer.optimizers[0].state.get(weight, {}).values()
+            # Each rank counts the steps itself, also of a tensor whose momentum another one keeps.
+            tensors = [value for value in saved if isinstance(value, Tensor) and value.ndim]
+            states.append(sum(map(bit_sum, tensors), start=zero))
+        return torch.stack([*map(bit_sum, weights), *states])
 
     def _write(self, trainer: Any) -> None:
         """Gather the bits of all ranks, and write them; all ranks must call this."""
@@ -106,13 +118,24 @@ def _row(step: int, ranks: Tensor, count: int) -> TraceRow:
     """
     fixed = 1 + 3 * count
     tokens, losses, gradients = ranks[:, 1:fixed].view(-1, 3, count).transpose(0, 1)
-    of_tensors = ranks[:, fixed:].view(len(ranks), 2, -1)  # gradients, then weights
-    weights = of_tensors[:, 1]
-    # Of a tensor that isn't the same on all ranks, the sum of one that differs from rank 0's.
-    other = (weights != weights[0]).int().argmax(dim=0, keepdim=True)
-    shown = weights.gather(0, other)
-    numbers = [tokens, losses, gradients, of_tensors[:, 0].sum(dim=0), shown]
+    of_tensors = ranks[:, fixed:].view(len(ranks), 3, -1)  # gradients, weights, states
+    weights = one_of_ranks(of_tensors[:, 1])
+    states = one_of_ranks(of_tensors[:, 2])
+    numbers = [tokens, losses, gradients, of_tensors[:, 0].sum(dim=0), weights, states]
     return TraceRow(step, as_digits(int(ranks[0, 0])), *map(_digits, numbers))
+
+
+def one_of_ranks(sums: Tensor) -> Tensor:
+    """Return one of the ranks' sums for each tensor, (ranks, tensors) -> (tensors,).
+
+    A rank without the tensor has 0. All others should have the same; if not, it is one that differs
+    from the first.
+    """
+    is_there = sums != 0
+    first = sums.gather(0, is_there.int().argmax(dim=0, keepdim=True))
+    differs = is_there & (sums != first)
+    other = sums.gather(0, differs.int().argmax(dim=0, keepdim=True))
+    return torch.where(differs.any(dim=0, keepdim=True), other, first)[0]
 
 
 def _digits(numbers: Tensor) -> list[str]:

@@ -171,7 +171,12 @@ def test_the_page_has_each_option(command):
 
 def row(**changes):
     fixed = {"step": 3, "norm": "n", "tokens": ["t"] * 4, "losses": ["l"] * 4}
-    rest = {"gradients": ["g"] * 4, "tensors": ["a", "b", "c"], "weights": ["x", "y", "z"]}
+    rest = {
+        "gradients": ["g"] * 4,
+        "tensors": ["a", "b", "c"],
+        "weights": ["x", "y", "z"],
+        "states": ["s"] * 3,
+    }
     return TraceRow(**{**fixed, **rest, **changes})
 
 
@@ -193,6 +198,10 @@ def row(**changes):
         (
             {"weights": ["x", "y", "?"], "losses": ["?"] * 4},
             "norm, before the step: a wrong update, or memory",
+        ),
+        (
+            {"states": ["s", "?", "s"], "losses": ["?"] * 4},
+            "the optimizer's state of block, before the step",
         ),
     ],
 )

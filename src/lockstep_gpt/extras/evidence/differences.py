@@ -158,6 +158,9 @@ def trace_text(ours: TraceRow, theirs: TraceRow, names: list[str], per_rank: int
         return (
             f"{names[weights[0]]}{_more(weights[1:])}, before the step: a wrong update, or memory"
         )
+    states = _places(ours.states, theirs.states)
+    if states:
+        return f"the optimizer's state of {names[states[0]]}{_more(states[1:])}, before the step"
     for what, run, replay in (
         ("the tokens", ours.tokens, theirs.tokens),
         ("the loss", ours.losses, theirs.losses),
