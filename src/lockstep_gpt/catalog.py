@@ -35,6 +35,10 @@ CATALOG = {
         groups=("documents",),
         choices=("data=mixture", "packing=documents"),
     ),
+    "evidence": Offer(
+        "comparisons of settings with a verdict, and runs checked bit by bit",
+        commands=("compare", "verify"),
+    ),
     "hub": Offer("export to and start from Hugging Face models", commands=("export",)),
     "pages": Offer(
         "the report of a run, and a page that shows the all-reduce",

@@ -120,6 +120,18 @@ def test_training_follows_the_order(folder, accumulation):
     assert torch.equal(stacked(module.trained), stacked(expected))
 
 
+def test_any_micro_batch_of_training_can_be_read_again(folder):
+    data = datamodule(folder, accumulation=3)
+    module, _ = fit(data, max_steps=5)
+    again = [data.micro_batch(place // 3, place % 3, module.device) for place in range(15)]
+    assert torch.equal(stacked(again), stacked(module.trained))
+    data.resume_at(2, 13)  # after steps of another size
+    windows = StreamWindows(folder, "train", T)
+    order = Order(SEED, 99, B, rank=0, world_size=1, accumulation=3, start=13)
+    third = windows.widen(*windows.gather([*islice(order, 6)][3:4]))
+    assert torch.equal(stacked([data.micro_batch(3, 0, module.device)]), stacked([third]))
+
+
 @pytest.mark.parametrize(("steps", "accumulation"), [(5, 2), (40, 1), (4, 2)])
 def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     folder, tmp_path, steps, accumulation

@@ -24,6 +24,7 @@ NAMED_IN = {
     "datasets": {
         "tests/inference/test_evaluate.py": "one loss per source, if there are several",
     },
+    "evidence": {},
     "hub": {
         "src/lockstep_gpt/training/initial_weights.py": "it reads folders for model.init_from",
         "tests/extras/tasks/test_lm_eval.py": "scores an export with another program",

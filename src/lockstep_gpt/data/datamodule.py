@@ -125,7 +125,7 @@ class TokenDataModule(lightning.LightningDataModule):
         trainer = self._attached_trainer()
         place = data_place(trainer)
         planned = self.samples_seen(trainer.max_steps)
-        rows = Order(
+        self.order = Order(
             seed=self.seed,
             size=self.train_windows,
             micro_size=self.micro_size,
@@ -135,8 +135,18 @@ class TokenDataModule(lightning.LightningDataModule):
             start=self.samples_seen(trainer.global_step),
             rule=self.order_rule(self.windows["train"].counts, planned, self.block_size),
         )
-        self.training_feed = self._feed("train", rows)
+        self.training_feed = self._feed("train", self.order)
         return self.training_feed
+
+    def micro_batch(self, step: int, number: int, device: torch.device) -> Batch:
+        """Read one micro-batch of training again: the one of this number after `step` updates.
+
+        Numbers count the micro-batches of a step over all ranks. The loader of training must exist.
+        """
+        first = self.samples_seen(step) + number * self.micro_size
+        positions = first + np.arange(self.micro_size)
+        rows = self.order.rule(positions, self.train_windows, self.seed)
+        return next(self.batches("train", [rows], device))
 
     def val_dataloader(self) -> Feed:
         """Return batches that contain every validation window once across all ranks."""

@@ -8,6 +8,7 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 - from `Checkpoints`: `config`, `tokenizer`, `samples` and `tokens` (consumed so far);
 - from `GPTModule`: `skipped` (updates);
 - from `WeightHashes`: `weights` (a hash of the weights for each step that was saved);
+- from `Arithmetic`: `arithmetic` (what computed, from each step at which that changed);
 - from `Sources`: `turns`, the rule by which a mixture's sources take turns;
 - from `ShardedStrategy`: `parts`, their names; the file then has None for the shards in them.
 """

@@ -49,6 +49,7 @@ class RunDirectory:
         self.config = path / "config.yaml"  # frozen; references to the environment stay references
         self.log = path / "train.log"  # what rank 0 reported
         self.metrics = path / "metrics.csv"  # one row for each logged step
+        self.trace = path / "trace.csv"  # the bits of each step, with guard.trace=true
         self.summary = path / "summary.json"  # how the run ended
         self.failed = path / "failed.json"  # rank, step and error of the first failure
         self.wandb_id = path / "wandb/run_id"  # so that a resumed run continues the same W&B run

@@ -52,6 +52,17 @@ class GuardConfig(Checked):
     replicas_every: int | None = setting(
         "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
     )
+    trace: bool = setting(
+        "write sums of the bits of each step's tokens, losses, gradients, and weights to "
+        "trace.csv, so that a comparison names the first micro-batch and tensor that differ",
+        False,
+    )
+    verify_every: int | None = setting(
+        "recompute the last micro-batch of one random step in this many on another rank, and end "
+        "the run if any bit differs; null: never",
+        None,
+        at_least=1,
+    )
     stall_after: float | None = setting(
         "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
     )

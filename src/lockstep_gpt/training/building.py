@@ -30,7 +30,9 @@ from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
 from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.schedule import BatchPlan
+from lockstep_gpt.training.trace import Trace
 
 # Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
 # mode, tensors that outlive a validation, such as gathered weights, can't be trained with.
@@ -76,6 +78,10 @@ def build_guards(
 ) -> list[Callback]:
     """Return the callbacks that keep the weights right, or that extras add."""
     guards: list[Callback] = []
+    if config.guard.trace:
+        guards.append(Trace(config, directory))
+    if config.guard.verify_every is not None:
+        guards.append(Replays(config, config.guard.verify_every))
     for make_callbacks in additions(CALLBACKS):
         guards += make_callbacks(config, directory, rank, terminal)
     if has_time_limit(config):

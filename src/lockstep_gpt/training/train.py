@@ -19,6 +19,7 @@ from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
+from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.overhead import Overhead
@@ -136,6 +137,7 @@ def assemble(
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
     checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, ranks.rank, terminal)
+    overhead = Overhead(config, checkpoints)
     memory = StateInMemory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns)
     loggers = build_loggers(directory, batch, module) if ranks.rank == 0 else []
@@ -144,7 +146,7 @@ def assemble(
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, hashes, Overhead(config, checkpoints), stop, checkpoints, memory],
+        last=[*guards, hashes, Arithmetic(), overhead, stop, checkpoints, memory],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,

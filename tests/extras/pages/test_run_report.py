@@ -149,6 +149,11 @@ def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished,
     assert any("max_steps" in change for change in run["changes"])
 
 
+def test_it_names_the_page_on_comparisons_if_the_project_has_it(reported):
+    questions = [name for name in read_run(reported)["commands"] if name.startswith("is a change")]
+    assert bool(questions) == ("compare" in cli.COMMANDS)
+
+
 def test_no_secret_of_the_configuration_is_in_it(finished):
     run = finished[0].folder / "runs/first"
     values = yaml.safe_load((run / "config.yaml").read_text())

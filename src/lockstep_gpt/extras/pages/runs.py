@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt import PROGRAM
+from lockstep_gpt.catalog import extra_of_command
 from lockstep_gpt.damaged_files import (
     read_informative_object,
     read_informative_text,
@@ -78,6 +79,8 @@ def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
     }
     if values.get("max_steps"):
         commands["train longer"] = f"{go_on} max_steps={2 * values['max_steps']}"
+    if extra_of_command("compare") is None:  # its extra is here
+        commands["is a change better? (docs/evidence.md)"] = f"{PROGRAM} compare --help"
     return commands
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
 from lockstep_gpt.distributed.ranks import backend_of
 from lockstep_gpt.distributed.strategies import layout_of
@@ -175,7 +176,7 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     named = list(model.named_parameters())  # P of them
     if not dist.is_initialized():
         return
-    sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)
+    sums = torch.stack([bit_sum(parameter) for _, parameter in named])  # (P)
     gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, sums)
     table = torch.stack(gathered).cpu()  # (ranks, P)
@@ -190,9 +191,3 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
         f"step {step}: the weights of ranks differ, first in {named[first][0]}, on rank "
         f"{' and '.join(map(str, ranks))}; check that device's memory"
     )
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of `tensor`, read as integers."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    return tensor.contiguous().view(integers).sum(dtype=torch.int64)

@@ -1,0 +1,155 @@
+"""Trains the runs of a comparison in pairs: same seed, same order, same validation windows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lockstep_gpt import stop_signals
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import ReportedError, RunError, UserError
+from lockstep_gpt.exits import after_signal
+from lockstep_gpt.extras.evidence.fairness import Setting, refuse_other_runs
+from lockstep_gpt.extras.evidence.sides import Side, is_finished
+from lockstep_gpt.extras.evidence.workers import Job, Workers
+from lockstep_gpt.launch import compose, short_runs, start
+from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.quoting import quote_value
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.training import schedule
+
+OURS = ("run_dir", "run_name", "resume")  # settings that a comparison sets itself
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one side trains, as composed before anything runs."""
+
+    setting: Setting
+    config: Config
+    placement: Placement
+
+
+def plan_of(side: Side, shared: Sequence[str]) -> Plan:
+    """Compose what a side trains, and prepare its data.
+
+    Raises:
+        UserError: a word is wrong, or belongs to the comparison.
+    """
+    words = [*shared, *side.words]
+    for word in words:
+        name = word.partition("=")[0]
+        if name in OURS or (name == "seed" and word in side.words):
+            raise UserError(f"{word}: compare sets {name} for each run; remove it")
+    plans: list[Plan] = []
+
+    def job(composed: DictConfig) -> None:
+        values, config = compose.resolve_config(composed)
+        placement, batch = start.place_run(config)
+        values, config = short_runs.fit_warmup(values, config, batch, words)
+        steps = schedule.plan_schedule(config, batch).total_steps
+        data = {**values["data"], "fingerprint": start.prepare_data(config)}
+        typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
+        tokens = steps * batch.tokens_per_step
+        setting = Setting(side.name, {**values, "data": data}, tokens, typed)
+        plans.append(Plan(setting, config, placement))
+
+    compose.run(words, job)
+    return plans[0]
+
+
+@dataclass(frozen=True)
+class PairedRuns:
+    """The runs of a comparison, in folders by side and seed.
+
+    Attributes:
+        folder: of the comparison.
+        sides: the base and the variants.
+        shared: overrides of all sides.
+        loggers: overrides of all sides that put their runs into one group.
+        seeds: in the order of the pairs.
+    """
+
+    folder: Path
+    sides: tuple[Side, ...]
+    shared: tuple[str, ...]
+    loggers: dict[str, Any]
+    seeds: range
+
+    def run(self, side: Side, seed: int) -> RunDirectory:
+        """Return the directory of a run."""
+        return RunDirectory(self.folder / side.folder / str(seed))
+
+    def finished(self) -> list[dict[int, RunDirectory]]:
+        """Return the finished runs of each side, by seed."""
+        runs = [{seed: self.run(side, seed) for seed in self.seeds} for side in self.sides]
+        return [
+            {seed: run for seed, run in of_side.items() if is_finished(run)} for of_side in runs
+        ]
+
+    def refuse_other_runs(self, settings: Sequence[Setting]) -> None:
+        """Raise a `UserError` if finished runs here are not those of the sides' settings."""
+        for setting, runs in zip(settings, self.finished(), strict=True):
+            for run in runs.values():
+                refuse_other_runs(self.folder, setting, run.values())
+
+    def train(self, workers: Workers, sides: Sequence[Side], seeds: Sequence[int]) -> None:
+        """Train the runs of some pairs that aren't finished.
+
+        Raises:
+            RunError: one failed.
+            ReportedError: a signal stopped them.
+        """
+        jobs = {}
+        for seed in seeds:
+            for side in sides:
+                if not is_finished(self.run(side, seed)):
+                    jobs[self._job(side, seed)] = (side, seed)
+        statuses = workers.train([*jobs])
+        signum = stop_signals.received.first
+        if signum is not None:
+            print(f"stopped by {signum.name}; the same command continues", file=sys.stderr)
+            raise ReportedError(after_signal(signum))
+        for job, status in statuses.items():
+            if status:
+                raise RunError(self._failure(*jobs[job], job, status))
+
+    def _job(self, side: Side, seed: int) -> Job:
+        run = self.run(side, seed)
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        words = (
+            *("train", *self.shared, *side.words, f"seed={seed}", "resume=auto"),
+            f"run_dir={run.path}",
+            quote_value(f"run_name={side.folder}-{seed}"),
+            *self._logger_words(side, seed),
+        )
+        return Job(words, run.path.with_name(f"{seed}.log"))
+
+    def _logger_words(self, side: Side, seed: int) -> list[str]:
+        """Return the words that put a run into the comparison's group, with tags of its own."""
+        words = []
+        for name, logger in self.loggers.items():
+            if not isinstance(logger, dict):
+                continue
+            if "group" in logger and logger["group"] is None:
+                words.append(quote_value(f"logger.{name}.group={self.folder.name}"))
+            if "tags" in logger:
+                tags = [*(logger["tags"] or []), side.folder, f"seed-{seed}"]
+                words.append(f"logger.{name}.tags={json.dumps(tags)}")
+        return words
+
+    def _failure(self, side: Side, seed: int, job: Job, status: int) -> str:
+        error = self.run(side, seed).read_failure().get("error")
+        if error is None:
+            lines = job.log.read_text("utf-8", errors="replace").splitlines()
+            error = next(filter(str.strip, reversed(lines)), f"status {status}")
+        return (
+            f"{side.name}, seed {seed}, failed: {error}; {job.log} has more; then the same command "
+            "continues"
+        )

@@ -1,0 +1,101 @@
+"""Computes steps of a run again, in a directory of its own, with the run's frozen settings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import RunError
+from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep_gpt.run.checkpoint_sums import files_of
+from lockstep_gpt.run.directory import RunDirectory
+
+PLAN = "replay.json"  # in the directory of a replay: what its callbacks do
+NAMES = "tensors.json"  # there, too: the names of the tensors, in the optimizer's order
+ALL = 10**6  # checkpoints to keep
+SHOWING = ("progress", "sample")  # callbacks that only show something
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which steps of a run to compute again.
+
+    Args:
+        run: the run.
+        start: completed steps at the start; 0, or those of a saved state.
+        end: completed steps at the end.
+        saves: steps after which to save.
+        devices: of this machine.
+        has_gpu: whether they are GPUs.
+        micro_size: samples of a micro-batch, whose dropout depends on it; None: as set.
+    """
+
+    run: RunDirectory
+    start: int
+    end: int
+    saves: list[int]
+    devices: int
+    has_gpu: bool
+    micro_size: int | None
+
+
+def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirectory:
+    """Train the steps in the new `folder`, and return that run.
+
+    Args:
+        steps: what to compute.
+        folder: for the replay's files.
+        noise: the relative size of rounding errors to add to the weights of each step; see
+            `RoundingNoise`.
+
+    Raises:
+        RunError: training failed.
+    """
+    directory = RunDirectory(folder)
+    directory.create(_values(steps, folder, noise))
+    plan = {"saves": steps.saves, "end": steps.end, "noise": noise}
+    (folder / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+    if steps.start:
+        directory.checkpoints.mkdir()
+        for path in files_of(checkpoint_path(steps.run.checkpoints, steps.start)):
+            (directory.checkpoints / path.name).symlink_to(path.resolve())
+    words = [f"run_dir={folder}", "resume=auto", "trust_run_dir=true"]
+    command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        lines = [*filter(None, outcome.stderr.splitlines())] or [f"exit {outcome.returncode}"]
+        line = lines[-1].removeprefix(f"{PROGRAM} train: ")
+        raise RunError(f"the steps of {steps.run.path} could not be computed again: {line}")
+    return directory
+
+
+def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
+    """Return the settings of the run, without what only its first time needed."""
+    values = steps.run.values()
+    accelerator = "cuda" if steps.has_gpu else "cpu"
+    values["trainer"] |= {"accelerator": accelerator, "devices": steps.devices, "num_nodes": 1}
+    if not steps.has_gpu and values["strategy"].get("process_group_backend") == "nccl":
+        values["strategy"]["process_group_backend"] = None
+    if steps.micro_size is not None:
+        values["batch"]["micro_size"] = steps.micro_size
+    values["run_dir"] = str(folder)
+    values["logger"] = {}
+    values["callbacks"] = {
+        name: node for name, node in values["callbacks"].items() if name not in SHOWING
+    }
+    values["checkpoint"] |= {
+        "every": None,
+        "keep_last": ALL,
+        "keep_best": 0,
+        "background": False,
+        "copy_to": None,
+    }
+    values["test"] = False
+    has_trace = steps.run.trace.exists() and noise is None
+    values["guard"] = {**values.get("guard", {}), "trace": has_trace, "verify_every": None}
+    return values

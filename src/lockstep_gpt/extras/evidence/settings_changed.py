@@ -1,0 +1,47 @@
+"""Whether a run's settings changed when it was resumed: earlier steps then had others."""
+
+from __future__ import annotations
+
+import re
+
+from lockstep_gpt.config import with_defaults
+from lockstep_gpt.damaged_files import read_informative_text
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, read_checkpoint, step_of
+from lockstep_gpt.run.directory import RunDirectory, flat
+from lockstep_gpt.run.migrations import migrate
+
+CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
+# Settings that change neither the weights nor the rows of the log.
+OTHERS = (
+    *("run_dir", "run_name", "resume", "resume_force", "logger", "callbacks", "checkpoint"),
+    *("guard", "launch", "strategy", "trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
+    *("val_every", "verbosity", "test", "peak_tflops", "pages", "warm", "data.root"),
+)
+
+
+def refuse_changed_settings(run: RunDirectory, start: int) -> None:
+    """Raise a `UserError` if the steps after `start` had other settings than the last ones."""
+    if start:
+        content = read_checkpoint(checkpoint_path(run.checkpoints, start))
+        before = dict(flat(with_defaults(migrate(content["config"]))))
+        after = dict(flat(with_defaults(run.values())))
+        changed = [name for name in after if before.get(name) != after[name]]
+    else:
+        changed = CHANGE.findall(read_informative_text(run.overrides))
+    changed = [name for name in dict.fromkeys(changed) if matters(name)]
+    if not changed:
+        return
+    later = [step_of(path) for path in checkpoints_in(run.checkpoints)]
+    remedy = f"start after the change, with --from one of {', '.join(map(str, later[:-1]))}"
+    if len(later) == 1:
+        remedy = "keep more states of such a run, with checkpoint.keep_last"
+    raise UserError(
+        f"{run.path} changed {', '.join(changed)} when it was resumed, so its settings can't "
+        f"compute the steps after {start}; {remedy}"
+    )
+
+
+def matters(name: str) -> bool:
+    """Return whether a setting changes what is computed."""
+    return not any(name == other or name.startswith(f"{other}.") for other in OTHERS)

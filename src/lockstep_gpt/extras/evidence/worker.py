@@ -1,0 +1,36 @@
+"""A process that trains runs of a comparison one after another; they share a warm start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from lockstep_gpt import cli, processes
+from lockstep_gpt.launch import supervise
+
+
+def main(parent: str) -> None:
+    """Read requests, one line of JSON each, and answer each with the exit status of its run."""
+    processes.end_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # between two runs
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # runs don't read requests
+    with supervise.sharing_servers():
+        for line in requests:
+            request = json.loads(line)
+            with Path(request["log"]).open("wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            status = cli.main(request["words"])
+            sys.stdout.flush()
+            answers.write(f"{status}\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

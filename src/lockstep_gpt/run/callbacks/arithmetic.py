@@ -1,0 +1,58 @@
+"""What a run's bits depend on besides its settings: processors, libraries, threads, and ranks."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback
+
+from lockstep_gpt import VERSION
+from lockstep_gpt.distributed.ranks import from_each_rank
+
+
+class Arithmetic(Callback):
+    """Keeps, in each checkpoint, what computed the run from each step at which that changed."""
+
+    def __init__(self) -> None:
+        self.history: dict[int, dict[str, Any]] = {}  # completed steps at a start -> facts
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+        """Restore what computed earlier parts of the run."""
+        self.history = dict(checkpoint.get("arithmetic", {}))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Add an entry, unless nothing has changed."""
+        facts = facts_of(pl_module.device, trainer)
+        if not self.history or [*self.history.values()][-1] != facts:
+            self.history = {**self.history, trainer.global_step: facts}
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+        """Save it all."""
+        checkpoint["arithmetic"] = self.history
+
+
+def facts_of(device: torch.device, trainer: Any) -> dict[str, Any]:
+    """Return what computes on all ranks; every rank must call this."""
+    return {
+        "processor": "; ".join(sorted({*from_each_rank(processor_of(device))})),
+        "torch": str(torch.__version__),  # a plain type, to be saved
+        "version": VERSION,
+        "threads": torch.get_num_threads(),
+        "ranks": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
+        "micro_batches": trainer.accumulate_grad_batches,  # of a rank in a step
+    }
+
+
+def processor_of(device: torch.device) -> str:
+    """Return the name of a GPU, or of this machine's CPU with its instructions."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = next(iter(names), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"

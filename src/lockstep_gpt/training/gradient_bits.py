@@ -1,0 +1,90 @@
+"""The bits of a micro-batch's gradients, before they are added to those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.bit_sums import bit_sum
+from lockstep_gpt.distributed.strategies import layout_of
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import as_typed
+from lockstep_gpt.torch_patches import BatchNorm
+
+Bits = Tensor  # (3 + tensors,), int64: sums of the bits of tokens, loss, and gradients
+
+
+class GradientBits:
+    """Takes the sum of the bits of each gradient as it arrives, in any strategy with replicas."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = [(name, weight) for name, weight in model.named_parameters()]
+        self.named = {name: weight for name, weight in trained if weight.requires_grad}
+        self._sums: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        """Take sums from now on."""
+        for index, weight in enumerate(self.named.values()):
+            handle = weight.register_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def stop(self) -> None:
+        """Take no more sums."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def forget(self) -> None:
+        """Drop the sums so far."""
+        self._sums = {}
+
+    def take(self, batch: Any, loss: Tensor) -> Bits:
+        """Return the sums of one micro-batch; a weight without a gradient has 0."""
+        tokens, targets = batch
+        zero = torch.zeros((), dtype=torch.int64, device=loss.device)
+        sums = [self._sums.get(index, zero) for index in range(len(self.named))]
+        self.forget()
+        return bits_of(tokens, targets, loss, sums)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            self._sums[index] = bit_sum(gradient)
+
+        return note
+
+
+def bits_of(tokens: Tensor, targets: Tensor, loss: Tensor, sums: list[Tensor]) -> Bits:
+    """Return the bits of a micro-batch as one tensor; `sums` are of its gradients."""
+    return torch.stack([bit_sum(tokens) + bit_sum(targets), bit_sum(loss), *sums])
+
+
+def refuse_without_replicas(trainer: Any, setting: str, value: Any, off: str) -> None:
+    """Raise a `UserError` if ranks don't have the whole model, and so no gradients of their own."""
+    if layout_of(trainer.strategy).has_replicas:
+        return
+    raise UserError(
+        f"{setting}={as_typed(value)} needs the whole model on each rank; set strategy=ddp, or "
+        f"{setting}={off}"
+    )
+
+
+def refuse_changing_kernels(config: Config, module: LightningModule) -> None:
+    """Raise a `UserError` if computing the same again may give other bits without any fault."""
+    setting = f"guard.verify_every={config.guard.verify_every}"
+    if any(isinstance(layer, BatchNorm) for layer in module.modules()):
+        raise UserError(
+            f"{setting} computes micro-batches again, which would change the statistics of the "
+            "model's BatchNorm; use a norm over channels, or set guard.verify_every=null"
+        )
+    if module.device.type != "cpu" and config.batch.exact_micro_size is None:
+        raise UserError(
+            f"{setting} needs kernels that always round alike; set batch.exact_micro_size, which "
+            "chooses them, or guard.verify_every=null"
+        )

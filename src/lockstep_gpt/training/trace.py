@@ -1,0 +1,142 @@
+"""Writes `trace.csv`: the bits of each step, so that a comparison names the first difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.bit_sums import bit_sum
+from lockstep_gpt.distributed.ranks import tensors_of_ranks
+from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.trace_file import TraceFile, TraceRow, as_digits
+from lockstep_gpt.training.gradient_bits import (
+    Bits,
+    GradientBits,
+    refuse_without_replicas,
+)
+
+
+class Trace(StepCallback):
+    """Keeps the bits of steps on the device, and gathers them with each row of the log.
+
+    Args:
+        config: decides how often.
+        directory: of the run.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory) -> None:
+        self.config = config
+        self.directory = directory
+        self._batch: Any = None
+        self._micro_batches: list[Bits] = []  # of the current step, on this rank
+        self._steps: dict[int, Tensor] = {}  # step -> its bits on this rank, not written yet
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue the file, and watch the gradients."""
+        super().on_train_start(trainer, pl_module)
+        refuse_without_replicas(trainer, "guard.trace", True, "false")
+        self._bits = GradientBits(pl_module.model)
+        self._file = TraceFile(self.directory, self._bits.named)
+        if trainer.is_global_zero:
+            self._file.truncate_after(trainer.global_step)
+        self._bits.watch()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the micro-batch; DDP has arranged its buckets with another one."""
+        del pl_module
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._micro_batches = []
+            self._memory = self._sums_of_memory(trainer)
+        self._bits.forget()
+        self._batch = batch
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Take the bits of the micro-batch."""
+        loss = pl_module.losses.current[pl_module.leaf]
+        self._micro_batches.append(self._bits.take(self._batch, loss))
+
+    def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
+        """Keep the bits of the step; write those so far if a row of the log is due."""
+        micro_batches = torch.stack(self._micro_batches)  # (A, 2 + tensors)
+        gradients = micro_batches[:, 2:]
+        parts = [bit_sum(pl_module.grad_norm)[None], *micro_batches[:, :2].T]
+        tensors = [gradients.sum(dim=0), self._memory]
+        self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), *tensors])
+        if step % self.config.log_every == 0 or step == trainer.max_steps:
+            self._write(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+        """Write the bits of all steps up to the one that is saved: a resumed run goes on there."""
+        self._write(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Stop watching."""
+        self._bits.stop()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Stop watching."""
+        if hasattr(self, "_bits"):
+            self._bits.stop()
+
+    def _sums_of_memory(self, trainer: Any) -> Tensor:
+        """Return the sums of the bits of all weights, then of the optimizer's state of each."""
+        weights = [*self._bits.named.values()]
+        zero = torch.zeros((), dtype=torch.int64, device=weights[0].device)
+        states = []
+        for weight in weights:
+            saved = trainer.optimizers[0].state.get(weight, {}).values()
+            # Each rank counts the steps itself, also of a tensor whose momentum another one keeps.
+            tensors = [value for value in saved if isinstance(value, Tensor) and value.ndim]
+            states.append(sum(map(bit_sum, tensors), start=zero))
+        return torch.stack([*map(bit_sum, weights), *states])
+
+    def _write(self, trainer: Any) -> None:
+        """Gather the bits of all ranks, and write them; all ranks must call this."""
+        if not self._steps:
+            return
+        steps = [*self._steps]
+        ranks = tensors_of_ranks(torch.stack([*self._steps.values()])).cpu()  # (ranks, steps, n)
+        self._steps = {}
+        if trainer.is_global_zero:
+            count = trainer.accumulate_grad_batches
+            self._file.append(_row(step, ranks[:, i], count) for i, step in enumerate(steps))
+
+
+def _row(step: int, ranks: Tensor, count: int) -> TraceRow:
+    """Return the row of a step.
+
+    Args:
+        step: the optimizer step.
+        ranks: the bits of each rank, (ranks, n).
+        count: micro-batches of a rank.
+    """
+    fixed = 1 + 3 * count
+    tokens, losses, gradients = ranks[:, 1:fixed].view(-1, 3, count).transpose(0, 1)
+    of_tensors = ranks[:, fixed:].view(len(ranks), 3, -1)  # gradients, weights, states
+    weights = one_of_ranks(of_tensors[:, 1])
+    states = one_of_ranks(of_tensors[:, 2])
+    numbers = [tokens, losses, gradients, of_tensors[:, 0].sum(dim=0), weights, states]
+    return TraceRow(step, as_digits(int(ranks[0, 0])), *map(_digits, numbers))
+
+
+def one_of_ranks(sums: Tensor) -> Tensor:
+    """Return one of the ranks' sums for each tensor, (ranks, tensors) -> (tensors,).
+
+    A rank without the tensor has 0. All others should have the same; if not, it is one that differs
+    from the first.
+    """
+    is_there = sums != 0
+    first = sums.gather(0, is_there.int().argmax(dim=0, keepdim=True))
+    differs = is_there & (sums != first)
+    other = sums.gather(0, differs.int().argmax(dim=0, keepdim=True))
+    return torch.where(differs.any(dim=0, keepdim=True), other, first)[0]
+
+
+def _digits(numbers: Tensor) -> list[str]:
+    return [as_digits(number) for number in numbers.flatten().tolist()]
