@@ -65,7 +65,8 @@ def start_of_slurm(folder, words, count):
         "SLURM_RESTART_COUNT": str(count),
     }
     run = folder / "runs/slurm-77"
-    return Start(["bash", str(SCRIPTS / "slurm/train.sbatch"), *words], run, environment)
+    script = ["bash", str(SCRIPTS / "slurm/train.sbatch")]
+    return Start([*script, *words, f"run_dir={run}"], run, environment)
 
 
 def start_of_kubernetes(folder, words, count):  # noqa: ARG001
