@@ -62,7 +62,7 @@ class RemoteFile(io.RawIOBase):
         self.failures = 0  # in a row; of a server that doesn't send parts, in all
         self.offset = 0
         self.raw: Any = None
-        self.size: int | None = system.info(path)["size"]
+        self.size: int | None = system.info(path).get("size")
 
     def readable(self) -> bool:
         """Return True."""
