@@ -9,7 +9,7 @@ read -ra command <<< "${TRAIN_COMMAND:-lockstep-gpt}"
 
 # A pod's name can be resolved in the cluster only once the pod has an address.
 for ((seconds = 0; seconds < 600; seconds++)); do
-    if getent hosts "${endpoint%:*}" > /dev/null; then break; fi
+    if getent ahosts "${endpoint%:*}" > /dev/null; then break; fi
     sleep 1
 done
 if [ -e "$run/config.yaml" ]; then # the overrides are frozen in it, and group choices cannot change

@@ -1,5 +1,7 @@
 """What ends a command or a run in one line: a mistake, an event, or any exception."""
 
+from __future__ import annotations
+
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +56,10 @@ class ReportedError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(f"reported elsewhere; exit status {status}")
         self.status = status
+
+    def __reduce__(self) -> tuple[type[ReportedError], tuple[int]]:
+        """Return how to copy it into another process, as a launcher of Hydra does."""
+        return ReportedError, (self.status,)
 
 
 def describe_error(error: BaseException) -> str:

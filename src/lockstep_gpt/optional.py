@@ -53,6 +53,19 @@ def install_command(extra: str) -> str:
     return f'{_installer()} "{PROGRAM}[{extra}]"'
 
 
+def library_command(library: str) -> str:
+    """Return the command that installs a library that no optional dependency names.
+
+    An environment of scripts/dev.py keeps its pins: a file system's library wants the fsspec of
+    its own version.
+    """
+    command = f"{_installer()} {library}"
+    if Path(sys.prefix) == STAMP.parent and STAMP.is_file():
+        checkout = Path() if Path.cwd() == CHECKOUT else CHECKOUT
+        command += f" -c {checkout / 'constraints.txt'}"
+    return command
+
+
 def _installer() -> str:
     """Return the start of a command that installs where this process imports from.
 

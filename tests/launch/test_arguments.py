@@ -1,7 +1,13 @@
 """Command-line arguments that Hydra alone would reject."""
 
+import pickle
+import sys
+
 import pytest
 import yaml
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 
 from lockstep_gpt import PROGRAM, cli
 
@@ -62,8 +68,32 @@ def test_long_errors_of_hydra_become_one_line(word, line, capsys):
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm", "submitit_local"])
-def test_a_launcher_that_loses_exit_statuses_is_rejected(launcher, capsys):
+def test_a_launcher_that_is_not_installed_is_one_line_with_the_command(launcher, capsys):
     assert cli.main(["train", "--multirun", f"hydra/launcher={launcher}", "seed=1,2"]) == 2
     line = capsys.readouterr().err
-    assert f"hydra/launcher={launcher} would lose the exit status of its jobs" in line
+    package = f"hydra-{launcher.partition('_')[0]}-launcher"
+    assert f"hydra/launcher={launcher} needs {package}, which is not installed; run: " in line
     assert line.count("\n") == 1
+
+
+class OtherProcesses(BasicLauncher):
+    """Copies results as a launcher does whose jobs run in other processes."""
+
+    def launch(self, job_overrides, initial_job_idx):
+        results = super().launch(job_overrides, initial_job_idx)
+        return [pickle.loads(pickle.dumps(result)) for result in results]
+
+
+def test_a_job_that_failed_in_another_process_is_in_the_exit_status(capfd, tmp_path, monkeypatch):
+    node = {"_target_": f"{__name__}.OtherProcesses"}
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[OtherProcesses.__module__])
+    Plugins.instance().register(OtherProcesses)
+    ConfigStore.instance().store(group="hydra/launcher", name="elsewhere", node=node)
+    words = ["hydra/launcher=elsewhere", "optim.lr=-1,-2", f"run_dir={tmp_path}/sweep"]
+    assert cli.main(["train", "--multirun", "experiment=smoke", *words]) == 2
+    out, err = capfd.readouterr()
+    for number, rate in enumerate(("-1.0", "-2.0")):
+        assert f"job {number}: optim.lr={rate.partition('.')[0]}" in out
+        assert err.count(f"optim.lr={rate} must be above 0") == 1
+    assert "exit  val_loss" not in out  # of jobs in this process
+    assert "Traceback" not in err

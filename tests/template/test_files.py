@@ -141,6 +141,7 @@ def test_without_extras_the_root_has_no_other_files(baked, tree):
         "scripts/first_hour/",
         "scripts/kubernetes/",
         "scripts/ladder/",
+        "scripts/sky/",
         "scripts/slurm/",
         "src/",
         "tests/",

@@ -34,6 +34,12 @@ class DataConfig(Checked):
     def __post_init__(self) -> None:
         """Also check that something is left to train on."""
         super().__post_init__()
+        if "://" in self.root:
+            self.refuse(
+                "root",
+                "is a URL, and ranks map prepared tokens from a disk; set a folder here, and read "
+                "tokens from a URL with data=prepared data.path=URL",
+            )
         if self.val_fraction + self.test_fraction >= 1:
             self.refuse("test_fraction", f"and data.val_fraction={self.val_fraction} leave nothing")
         if not self._target_:  # made in code

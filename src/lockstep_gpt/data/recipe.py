@@ -121,8 +121,8 @@ def _digest(values: Any) -> str:
 
 
 def create_folder(recipe: Recipe, folder: Path) -> Index:
-    """Create the folder and return its index, still without tokens."""
-    folder.mkdir()
+    """Create the folder, if it doesn't exist, and return its index, still without tokens."""
+    folder.mkdir(exist_ok=True)
     return Index(
         format=shards.FORMAT,
         dtype=token_dtype(recipe.tokenizer.vocab_size).newbyteorder("<").str,

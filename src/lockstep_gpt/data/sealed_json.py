@@ -22,8 +22,17 @@ def read_sealed(path: Path) -> dict[str, Any]:
         OSError: it can't be read.
         ValueError: it isn't a JSON object, or doesn't match its SHA-256.
     """
+    return parse_sealed(path.read_bytes())
+
+
+def parse_sealed(content: bytes) -> dict[str, Any]:
+    """Return the values in a file's content.
+
+    Raises:
+        ValueError: it isn't a JSON object, or doesn't match its SHA-256.
+    """
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.data.mapped_files import map_files
-from lockstep_gpt.data.sealed_json import hash_of_file, read_sealed, write_sealed
+from lockstep_gpt.data.sealed_json import hash_of_file, parse_sealed, write_sealed
 from lockstep_gpt.errors import UserError
 
 FORMAT = 2  # increase it with every change that an older reader would misread
@@ -93,18 +93,30 @@ def load_index(folder: Path) -> Index:
     """Read `index.json`; raise a `UserError` if it is missing, damaged, or in another format."""
     path = folder / INDEX
     try:
-        values = read_sealed(path)
+        return parse_index(path.read_bytes())
+    except OSError as error:
+        raise unusable(path, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise unusable(path, str(error)) from error
+
+
+def parse_index(content: bytes) -> Index:
+    """Return the index in the content of an `index.json`.
+
+    Raises:
+        ValueError: it is damaged or in another format.
+    """
+    try:
+        values = parse_sealed(content)
         if values["format"] == FORMAT:
             splits = values.pop("splits")
             for split in splits.values():
                 split["shards"] = [Shard(**shard) for shard in split["shards"]]
             splits = {name: Split(**split) for name, split in splits.items()}
             return Index(**values, splits=splits)
-    except OSError as error:
-        raise unusable(path, f"cannot be read ({error.strerror})") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise unusable(path, "is damaged") from error
-    raise unusable(path, f"has format {values['format']}, this version reads {FORMAT}")
+        raise ValueError("is damaged") from error
+    raise ValueError(f"has format {values['format']}, this version reads {FORMAT}")
 
 
 def check_sizes(folder: Path, index: Index) -> None:

@@ -1,6 +1,7 @@
 """Command-line arguments as users of other projects write them."""
 
 import sys
+from importlib import metadata
 from typing import cast
 
 import yaml
@@ -12,6 +13,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.quoting import quote_paths
+from lockstep_gpt.optional import library_command
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
@@ -22,11 +24,12 @@ WITH_VALUE = {  # those that take the next word
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun"),
 }
-# For Hydra's launcher plugins: jobs run, but their parent exits with 0 even if all jobs failed.
-LAUNCHER = (
-    "would lose the exit status of its jobs; remove it: jobs run one after the other, each on "
-    "all devices"
-)
+# Hydra's launcher plugins: choice -> the package that has it.
+LAUNCHERS = {
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+}
 
 
 def translate_arguments(words: list[str]) -> list[str]:
@@ -60,11 +63,19 @@ def _check_override(word: str, words: list[str]) -> None:
     adds_choice = is_group and prefixed == f"+{name}" and not value.startswith("{")
     if adds_choice and f"~{name}" not in words:
         raise UserError(f"{word}: {name} already has a choice; write {word[1:]}, without +")
-    if name == "hydra/launcher" and value != "basic":
-        slurm = "; for SLURM, see docs/sweeps.md" if "submitit" in value else ""
-        raise UserError(f"{word} {LAUNCHER}{slurm}")
+    if name == "hydra/launcher" and value in LAUNCHERS:
+        _check_launcher(word, LAUNCHERS[value])
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
+
+
+def _check_launcher(word: str, package: str) -> None:
+    """Raise a `UserError` if the package with a launcher plugin is not installed."""
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        command = library_command(package)
+        raise UserError(f"{word} needs {package}, which is not installed; run: {command}") from None
 
 
 def _settings_first(words: list[str]) -> list[str]:

@@ -6,11 +6,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep_gpt import PROGRAM, standard_streams, stop_signals
 from lockstep_gpt.config import LEVELS
-from lockstep_gpt.errors import RunError, UserError, refusing_long_names
+from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.launch import compose, launcher, resolving, resume, start, supervise
 from lockstep_gpt.launch.arguments import MULTIRUN
 
@@ -88,6 +89,9 @@ def _run_jobs(
 
     Returns:
         the worst exit status.
+
+    Raises:
+        ReportedError: a job failed in another process, where a launcher plugin ran it.
     """
     results: list[tuple[str, int, float]] = []
 
@@ -96,7 +100,7 @@ def _run_jobs(
             stop_signals.received.interrupt()
         swept = " ".join(word for word in compose.overrides() if word not in arguments)
         if resolving.is_sweep():
-            print(f"job {len(results)}: {swept}", flush=True)
+            print(f"job {HydraConfig.get().job.num}: {swept}", flush=True)
         try:
             with refusing_long_names():
                 status, metric = job(composed)
@@ -104,6 +108,8 @@ def _run_jobs(
             print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
             status = error.status
             metric = math.nan
+        if status and resolving.runs_elsewhere():  # only an exception comes back from there
+            raise ReportedError(status)
         results.append((swept, status, metric))
         if status > 128 and resolving.is_sweep():
             raise _SweepStopped

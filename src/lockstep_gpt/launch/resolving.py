@@ -15,6 +15,12 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
+def runs_elsewhere() -> bool:
+    """Return whether a launcher plugin runs this job in another process, perhaps elsewhere."""
+    hydra = HydraConfig.get()
+    return is_sweep() and hydra.runtime.choices.get("hydra/launcher") != "basic"
+
+
 def resolved_values(
     values: dict[str, Any], placement: Placement, run: RunDirectory
 ) -> dict[str, Any]:

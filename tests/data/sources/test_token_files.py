@@ -1,9 +1,6 @@
-import http.server
 import json
 import struct
-import threading
 import uuid
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,6 +104,23 @@ def write_lit_data(folder, chunks, dtype="<i4", kind="tensor", **config):
     return folder
 
 
+def write_datatrove(path, documents, size=2, **beside):
+    """Write a `.ds` file and, beside it, the ends of documents and the metadata of datatrove."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = flat(documents)
+    ends = np.cumsum([len(document) for document in documents])
+    contents = {
+        "": np.array(ids, f"<u{size}").tobytes(),
+        ".index": ends.astype("<u8").tobytes(),
+        ".metadata": f"gpt2|{size}\n{len(ids)}\n{len(ids)} T".encode(),
+        **{f".{name}": content for name, content in beside.items()},
+    }
+    for ending, content in contents.items():
+        if content is not None:
+            path.with_name(path.name + ending).write_bytes(content)
+    return path
+
+
 # All formats
 
 
@@ -127,7 +141,11 @@ def write_lit(folder, documents):
     return write_lit_data(folder, [documents[:middle], documents[middle:]])
 
 
-WRITERS = (write_plain, write_headed, write_megatron, write_lit)
+def write_ds(folder, documents):
+    return write_datatrove(folder / "00000_00000_shuffled.ds", documents)
+
+
+WRITERS = (write_plain, write_headed, write_megatron, write_lit, write_ds)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -164,20 +182,19 @@ def test_every_format_is_read_from_a_server(tmp_path, writer):
     assert tokens(corpus(f"memory:/{root}{name}")) == IDS[:150].tolist()
 
 
-@pytest.mark.parametrize("writer", [write_headed, write_megatron])
-def test_a_file_is_read_over_http(tmp_path, writer):
-    writer(tmp_path, [IDS.tolist()])
-    handler = partial(Quiet, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        ids = tokens(corpus(f"http://127.0.0.1:{server.server_port}/t.bin"))
-        server.shutdown()
-    assert ids == IDS.tolist()
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
+@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize("writer", [write_headed, write_megatron, write_ds])
+def test_a_file_or_folder_is_read_over_http_through_a_cut(
+    serving, tmp_path, writer, parts, is_folder
+):
+    name = writer(tmp_path, [IDS.tolist()]).name
+    with serving(tmp_path, parts=parts) as (url, faults):
+        source = corpus(f"{url}/{'' if is_folder else name}")
+        assert source.size >= IDS.size * 2
+        faults.cuts = [77]
+        assert tokens(source) == IDS.tolist()
+        assert not faults.cuts
 
 
 def test_formats_mix_in_one_folder_in_the_order_of_their_names(tmp_path):
@@ -186,6 +203,63 @@ def test_formats_mix_in_one_folder_in_the_order_of_their_names(tmp_path):
     write_lit_data(tmp_path / "c", [[IDS[20:30]]])
     write(tmp_path / "d.bin", IDS[30:40], header=False)
     assert tokens(corpus(tmp_path)) == IDS[:40].tolist()
+
+
+# datatrove
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_datatrove_s_metadata_tells_the_type_and_its_index_the_documents(tmp_path, size):
+    documents = [IDS[:10].tolist(), [], IDS[10:3000].tolist()]
+    wrong = {2: "uint32", 4: "uint16"}[size]
+    source = corpus(write_datatrove(tmp_path / "a.ds", documents, size), dtype=wrong)
+    assert tokens(source) == IDS[:3000].tolist()
+    assert sum(block.documents for block in blocks(source)) == 3
+    bare = {"metadata": None, "index": None}
+    source = corpus(
+        write_datatrove(tmp_path / "b.ds", documents, size, **bare), dtype=f"uint{size * 8}"
+    )
+    assert tokens(source) == IDS[:3000].tolist()
+    assert not any(block.documents for block in blocks(source))
+
+
+def test_metadata_of_early_datatrove_leaves_the_type_to_the_setting(tmp_path):
+    write_datatrove(tmp_path / "a.ds", [IDS[:10].tolist()], 4, metadata=b"gpt2\n10\n10 T")
+    assert tokens(corpus(tmp_path, dtype="uint32")) == IDS[:10].tolist()
+    with pytest.raises(UserError, match=r"has 40 bytes, which is not 10 tokens of 2 bytes"):
+        tokens(corpus(tmp_path))
+
+
+def test_a_folder_of_datatrove_is_read_in_the_order_of_names(tmp_path):
+    write_datatrove(tmp_path / "00001_shuffled.ds", [IDS[10:30].tolist()], 4)
+    write_datatrove(tmp_path / "00000_shuffled.ds", [IDS[:10].tolist()])
+    for place in (tmp_path, f"{tmp_path}/*.ds"):
+        assert tokens(corpus(place)) == IDS[:30].tolist()
+
+
+@pytest.mark.parametrize(
+    ("beside", "line"),
+    [
+        ({"index": np.array([5, 9], "<u8").tobytes()}, "does not end with the 10 tokens"),
+        ({"index": np.array([11, 10], "<u8").tobytes()}, "does not end with the 10 tokens"),
+        ({"index": np.array([10], "<u8").tobytes()[:7]}, "does not end with the 10 tokens"),
+        ({"index": b""}, "does not end with the 10 tokens"),
+        ({"metadata": b"gpt2|2\n11\n"}, "has 20 bytes, which is not 11 tokens of 2 bytes"),
+        ({"metadata": b"{}"}, "is not datatrove's, with the number of tokens"),
+        ({"loss": b"\1" * 10}, "which tokens have a loss, which is not used; remove it"),
+    ],
+)
+def test_files_of_datatrove_that_do_not_fit_are_one_clear_line(tmp_path, beside, line):
+    write_datatrove(tmp_path / "a.ds", [IDS[:10].tolist()], **beside)
+    with pytest.raises(UserError, match=line) as caught:
+        tokens(corpus(tmp_path / "a.ds"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_of_datatrove_without_its_tokens_is_one_clear_line(tmp_path):
+    write_datatrove(tmp_path / "a.ds", [IDS[:10].tolist()]).unlink()
+    with pytest.raises(UserError, match=r"a\.ds\.\w+ has no a\.ds with its tokens"):
+        tokens(corpus(tmp_path))
 
 
 # Plain tokens, and tokens after a header
@@ -533,7 +607,8 @@ def test_prepared_tokens_are_those_of_the_files(tmp_path, writer):
     np.testing.assert_array_equal(open_split(folder, "val"), IDS[:99])
     index = load_index(folder)
     assert index.tokenizer["vocab_size"] == 50_257
-    assert index.splits["train"].documents == (2 if writer is write_megatron else 0)
+    with_documents = (write_megatron, write_ds)
+    assert index.splits["train"].documents == (2 if writer in with_documents else 0)
 
 
 @pytest.fixture

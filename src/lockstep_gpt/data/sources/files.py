@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep_gpt.data.sources.local_files import LocalFiles
+from lockstep_gpt.data.sources.remote_files import find_file_system, open_remote
 from lockstep_gpt.data.sources.source import BLOCK, reading
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
@@ -57,12 +58,10 @@ def find_files(
     Raises:
         UserError: there are none, unless `may_lack`, or a folder or a link can't be read.
     """
-    import fsspec  # half of this module's import time, and not always needed
-
     if not path:
         raise UserError(f"{setting} is empty; set it to a file, a folder, a glob, or a URL")
     with reading(f"{setting}={path}"):
-        system, place = fsspec.url_to_fs(path)  # expands ~ too
+        system, place = find_file_system(path, setting)
         is_folder = system.isdir(place)
         is_here = "file" in system.protocol
         infos = _listed(system, place, is_folder, is_here)
@@ -83,9 +82,11 @@ def find_files(
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
     if not files and not may_lack:
+        with reading(f"{setting}={path}"):
+            _raise_cause(system, place, is_here)
         raise UserError(f"{setting}={path} matches no file; give a file, folder or glob")
     files.sort(key=lambda file: file.name)
-    opener = open if is_here else system.open
+    opener = open if is_here else partial(_open_remote, system)
     return Files(files, opener, split)
 
 
@@ -100,7 +101,30 @@ def _listed(system: Any, place: str, is_folder: bool, is_here: bool) -> list[dic
         listed = system.find(place, detail=True)
     else:
         listed = system.glob(place, detail=True)
-    return [info or system.info(name) for name, info in listed.items()]  # HTTP: empty
+    return [_complete_info(system, name, info) for name, info in listed.items()]
+
+
+def _complete_info(system: Any, name: str, info: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a file; a list of HTTP has no sizes."""
+    if info.get("size") is None and info.get("type") != "directory":
+        known: dict[str, Any] = system.info(name)
+        return known
+    return info
+
+
+def _raise_cause(system: Any, place: str, is_here: bool) -> None:
+    """Raise the server's error, if it has one: `exists` says no, whatever it is."""
+    if is_here or re.search(r"[*?\[]", place):
+        return
+    try:
+        system.info(place)
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:
+            raise error.__cause__ from error
+
+
+def _open_remote(system: Any, path: str, _: str) -> Any:
+    return open_remote(system, path)
 
 
 def _no_file(path: str) -> UserError:

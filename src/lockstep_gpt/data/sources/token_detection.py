@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep_gpt.data.sources import litdata
+from lockstep_gpt.data.sources import datatrove, litdata
 from lockstep_gpt.data.sources.files import Files, find_files
 from lockstep_gpt.data.sources.megatron import MegatronTokens
 from lockstep_gpt.data.sources.token_formats import PlainTokens, TokenFormat
@@ -39,13 +39,19 @@ def find_token_files(path: str, setting: str, split: str | None) -> Files:
         UserError: there are none, or the file system can't be read.
     """
     group = find_files(path, setting=setting, split=split)
-    if not path.endswith(TOKENS):
+    if path.endswith(TOKENS):
+        places = [path.removesuffix(TOKENS) + INDEX]
+    elif path.endswith(datatrove.TOKENS):
+        places = [path + ending for ending in datatrove.BESIDE]
+    else:
         return group
     names = {file.path for file in group.files}
-    beside = find_files(
-        path.removesuffix(TOKENS) + INDEX, setting=setting, split=split, may_lack=True
-    )
-    wanted = [file for file in beside.files if _tokens_of(file.path) in names]
+    beside = [
+        file
+        for place in places
+        for file in find_files(place, setting=setting, split=split, may_lack=True).files
+    ]
+    wanted = [file for file in beside if _tokens_of(file.path) in names]
     folder, separator, name = path.rpartition("/")
     if name.startswith(litdata.CHUNK):
         index = f"{folder}{separator}{litdata.INDEX}"
@@ -83,7 +89,7 @@ def formats_of(group: Files, dtype: str) -> list[TokenFormat]:
             raise UserError(
                 f"{path} is not in {folder}{litdata.INDEX}; remove it, or copy the folder again"
             )
-        elif path.endswith(INDEX):
+        elif _is_index(path):
             if _tokens_of(path) not in files:
                 raise UserError(
                     f"{path} has no {_name(_tokens_of(path))} with its tokens; put it there, or "
@@ -91,6 +97,8 @@ def formats_of(group: Files, dtype: str) -> list[TokenFormat]:
                 )
         elif _index_of(path) in files:
             formats.append(MegatronTokens(file, group.open, files[_index_of(path)]))
+        elif path.endswith(datatrove.TOKENS):
+            formats.append(datatrove.DatatroveTokens(file, group.open, dtype, files))
         else:
             _refuse_other(path)
             formats.append(PlainTokens(file, group.open, dtype))
@@ -101,9 +109,14 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+def _is_index(path: str) -> bool:
+    """Return whether a file belongs to one with tokens, beside it."""
+    return path.endswith(INDEX) or datatrove.tokens_of(path) is not None
+
+
 def _tokens_of(index: str) -> str:
-    """Return the path of the tokens that Megatron-LM's index belongs to."""
-    return index.removesuffix(INDEX) + TOKENS
+    """Return the path of the tokens that an index belongs to."""
+    return datatrove.tokens_of(index) or index.removesuffix(INDEX) + TOKENS
 
 
 def _index_of(tokens: str) -> str:

@@ -1,7 +1,7 @@
 """`data=shards`: token files from another program, whose format is detected.
 
-These are plain tokens, tokens after the header of llm.c, Megatron-LM's pairs of files, and folders
-of litData.
+These are plain tokens, tokens after the header of llm.c, Megatron-LM's pairs of files, datatrove's
+files with what is beside them, and folders of litData.
 """
 
 from __future__ import annotations

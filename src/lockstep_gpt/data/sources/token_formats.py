@@ -1,7 +1,7 @@
 """Token files: what every format has in common, and files that are nothing but tokens.
 
 In all formats that we read, a file's tokens are one flat array, so a format only says where that
-array is. The formats with an index beside the tokens are in megatron.py and litdata.py.
+array is. Formats with an index beside the tokens are in megatron.py, litdata.py, and datatrove.py.
 """
 
 from __future__ import annotations
