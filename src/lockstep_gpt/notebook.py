@@ -238,7 +238,8 @@ class AroundFit(Callback):
         """Write the summary, and print what is next."""
         self._conclude(ending.status_of(trainer), saved=True)
         row = self.training.metrics.row
-        lines = ending.last_lines(self.training.directory, trainer, row, self.started)
+        prompt = ending.prompt_from(self.training.data, pl_module.tokenizer)
+        lines = ending.last_lines(self.training.directory, trainer, row, self.started, prompt)
         logger.info("%s", lines)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:

@@ -67,3 +67,10 @@ def test_a_launcher_that_loses_exit_statuses_is_rejected(launcher, capsys):
     line = capsys.readouterr().err
     assert f"hydra/launcher={launcher} would lose the exit status of its jobs" in line
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_folder_of_hydra_s_is_rejected_for_the_run_s(name, capsys):
+    assert cli.main(["train", f"{name}=elsewhere"]) == 2
+    line = f"{PROGRAM} train: {name}=elsewhere has no effect here; set run_dir=elsewhere\n"
+    assert capsys.readouterr().err == line

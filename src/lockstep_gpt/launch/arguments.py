@@ -63,6 +63,8 @@ def _check_override(word: str, words: list[str]) -> None:
     if name == "hydra/launcher" and value != "basic":
         slurm = "; for SLURM, see docs/sweeps.md" if "submitit" in value else ""
         raise UserError(f"{word} {LAUNCHER}{slurm}")
+    if name in ("hydra.run.dir", "hydra.sweep.dir"):
+        raise UserError(f"{word} has no effect here; set run_dir={value}")
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
 
