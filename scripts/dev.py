@@ -3,11 +3,12 @@
 
 usage: python3 scripts/dev.py COMMAND [arguments]
   train [overrides]       train; prepare, generate, and all other commands work the same way
-  test [pytest options]   run lint, types, and tests, and stop at the first failure; the first
-                          time, this also installs what the tests and the extras need
+  test [pytest options]   run lint, types, and tests, also if one of them fails; the first time,
+                          this also installs what the tests and the extras need
   test --changed          the same, but only the tests of files that differ from the last commit
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
                           the project needs; each set has its own environment
+  lint                    only lint and types
   install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
   docs                    write the pages that list all settings, and draw the layers of the code
   update [TEMPLATE]       apply a later state of the template; see update --help
@@ -28,18 +29,21 @@ from environments import POSIX, ROOT, SETS, Environment, optional_dependencies, 
 
 TEST_HELP = """\
 usage: python3 scripts/dev.py test [--changed] [--versions SET] [pytest options]
+       python3 scripts/dev.py lint
 
-Run lint, types, and tests, and stop at the first failure. Without options, run all tests.
+Run lint, types, and tests, also if one of them fails; the last line says which did, and the exit
+status is then 1. Without options, run all tests. `lint` runs only lint and types.
 
-  --changed               only the tests of files that differ from the last commit
+  --changed               only the tests of files that differ from the last commit, new files
+                          included: of src/NAME/model/gpt.py, for example, tests/model/test_gpt.py
   --versions SET          oldest, pinned (the default), or newest versions of what the project
                           needs; each set has its own environment; lint and types only with pinned
 
 Without --versions and .venv, tests run with the Python that runs this, if it can import the project
 and pytest's plugins. Nothing is installed then, as on a GPU machine without a network.
 
-  pytest options          paths of tests, -k WORDS, -x, -n PROCESSES, and so on; all of them:
-                          .venv/bin/python -m pytest --help
+  pytest options          all other words go to pytest: paths of tests, -k WORDS, -x, -n PROCESSES,
+                          and so on; it lists them with .venv/bin/python -m pytest --help
 """
 INSTALL_HELP = """\
 usage: python3 scripts/dev.py install [NAMES]
@@ -53,6 +57,7 @@ only install what the project and its extras need, as every command of dev.py do
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = "test-seconds"  # the time of all tests when they last passed
 PER_TEST = 0.3  # seconds on one core, if they have never passed
+LINT = {"lint": [["ruff", "check"], ["ruff", "format", "--check"]], "types": [["mypy"]]}
 WRITERS = ("scripts/settings.py", "scripts/architecture.py")  # of what is generated in docs/
 # Tests of files without a mirror in the tree of tests, besides those that name them.
 OTHERS = {"configs": "tests/launch/test_compose.py"}
@@ -78,6 +83,8 @@ def main(arguments: "list[str]") -> int:
         return write_docs()
     if arguments[0] == "test":
         return test(arguments[1:])
+    if arguments[0] == "lint":
+        return lint(arguments[1:])
     environment = Environment()
     environment.set_up()
     command = [environment.python, "-m", "lockstep_gpt", *arguments]
@@ -104,6 +111,16 @@ def test(options: "list[str]") -> int:
         return 0
     environment, options = _with_versions(options)
     return check(environment, options)
+
+
+def lint(options: "list[str]") -> int:
+    """Run lint and types."""
+    if options:
+        sys.stdout.write(TEST_HELP)
+        return 0 if options[0] in ("-h", "--help") else 2
+    environment = Environment()
+    environment.set_up(everything=True)
+    return run_checks(environment, LINT)
 
 
 def install(names: "list[str]") -> int:
@@ -133,7 +150,7 @@ def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":
 
 
 def check(environment: Environment, options: "list[str]") -> int:
-    """Run lint, types (both with the pins only), and tests; stop at the first failure."""
+    """Run lint, types (both with the pins only), and tests."""
     is_whole = not options
     if "--changed" in options:
         options = changed_tests() + [option for option in options if option != "--changed"]
@@ -142,36 +159,59 @@ def check(environment: Environment, options: "list[str]") -> int:
     if any(option.startswith(OWN_PROCESSES) for option in options):
         spread = []
     pinned = environment.versions == "pinned"
-    steps = []
+    checks = {}
     if pinned:
-        steps = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
+        checks.update(LINT)
     if is_whole or options:
-        steps.append(["pytest", *spread, "--durations=10", *options])
+        checks["tests"] = [["pytest", *spread, "--durations=10", *options]]
     say(f"{environment.versions} versions: {environment.describe()}")
     seconds = environment.folder / SECONDS
     if is_whole:
         before = "lint, types and " if pinned else ""
         say(f"{before}all tests: about {_estimate(seconds) / 60:.0f} minutes")
-    for step in steps:
-        say(" ".join(step))
-        started = time.monotonic()
-        status = _to_the_end([environment.python, "-m", *step])
-        if status:
-            return status
-    if is_whole and environment.versions in SETS:  # not into a folder of the system
+    started = time.monotonic()
+    status = run_checks(environment, checks)
+    if is_whole and not status and environment.versions in SETS:  # not into a folder of the system
         seconds.write_text(str(time.monotonic() - started))
-    return 0
+    return status
+
+
+def run_checks(environment: Environment, checks: "dict[str, list[list[str]]]") -> int:
+    """Run all steps of all checks, and report each check; return 1 if one failed.
+
+    After a signal, end at once, and return 128 + its number.
+    """
+    results = {}
+    for name, steps in checks.items():
+        results[name] = "passed"
+        for step in steps:
+            say(" ".join(step))
+            status = _to_the_end([environment.python, "-m", *step])
+            if status > 128:
+                return status
+            if status:
+                results[name] = "failed"
+    say(", ".join(f"{name} {result}" for name, result in results.items()))
+    return int("failed" in results.values())
 
 
 def _to_the_end(words: "list[str]") -> int:
     """Run a step. Signals to this process reach all of its processes, and none outlives it."""
     step = subprocess.Popen(words, cwd=ROOT, start_new_session=POSIX)
+    received = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        os.killpg(step.pid, number)
+
     if POSIX:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, lambda number, _: os.killpg(step.pid, number))
+            signal.signal(signum, pass_on)
     status = step.wait()
     with contextlib.suppress(AttributeError, ProcessLookupError):  # no groups; none is left
         os.killpg(step.pid, signal.SIGKILL)
+    if received:  # pytest would return 2
+        return 128 + received[0]
     return 128 - status if status < 0 else status
 
 

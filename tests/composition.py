@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,19 +42,19 @@ def quick() -> Iterator[None]:
     Each command registers the same schema, reads YAML in Python, and has Hydra compose everything
     one extra time, only for `hydra.mode`.
     """
-    register, registered = compose._register_schema, []
+    register, registered = compose.register_schema, []
 
     with _remembered() as forget, pytest.MonkeyPatch.context() as patch:
 
-        def register_what_is_new(arguments: list[str]) -> None:
-            sources = data_choices(*compose._config_dirs(arguments))
+        def register_what_is_new(*folders: Path) -> None:
+            sources = data_choices(*folders)
             wanted = [*extras.__path__], groups(), sources
             if wanted not in registered:
                 forget()
-                register(arguments)
+                register(*folders)
                 registered[:] = [wanted]
 
-        patch.setattr(compose, "_register_schema", register_what_is_new)
+        patch.setattr(compose, "register_schema", register_what_is_new)
         patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as if it is not set
         yield

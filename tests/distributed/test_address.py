@@ -80,6 +80,12 @@ def test_an_address_of_no_interface_has_no_name(monkeypatch):
     assert address.loopback_interface() == "lo0"
 
 
-def test_a_loopback_address_is_rejected_for_several_machines():
-    with pytest.raises(address.UserError, match=r"127\.0\.0\.1:29500 is a loopback address"):
-        address.own_address("127.0.0.1:29500")
+def test_a_loopback_address_that_is_typed_rehearses_several_machines_on_one():
+    assert address.own_address("127.0.0.1:29500")[0] == "127.0.0.1"
+    assert address.own_address("localhost:29500")[0] == "127.0.0.1"
+
+
+def test_a_name_that_means_each_machine_itself_is_rejected_for_several(monkeypatch):
+    monkeypatch.setattr(address, "address_towards", lambda *_: "127.0.1.1")
+    with pytest.raises(address.UserError, match=r"node0:29500 resolves to 127\.0\.1\.1, which"):
+        address.own_address("node0:29500")

@@ -102,7 +102,7 @@ class Rows(DummyLogger):
         super().__init__()
         self.names = []
 
-    def log_metrics(self, metrics, step=None):  # noqa: ARG002
+    def log_metrics(self, metrics, step=None):
         self.names += metrics
 
 

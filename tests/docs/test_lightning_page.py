@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,9 +102,33 @@ def test_callbacks_that_work_go_through_a_run(chosen, command):
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-def test_the_notebook_s_cell_works(finished, tmp_path, monkeypatch, capsys):
-    (tmp_path / "runs").symlink_to(finished[0].folder / "runs")
-    monkeypatch.chdir(tmp_path)
-    (cell,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    exec(compile(cell, "cell", "exec"), {})
-    assert re.search(r"'train/loss': tensor\(\d\.\d+\)", capsys.readouterr().out)
+def test_the_notebook_s_cells_work(finished, command, monkeypatch, capsys):
+    (command.folder / "data").symlink_to(command.data_root)
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
+    monkeypatch.chdir(command.folder)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    cells = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(cells) == 3
+    names = {}
+    for cell in cells:
+        exec(compile(cell, "cell", "exec"), names)
+    printed = capsys.readouterr().out
+    assert f"\n{finished[0].summary('runs/first')['val_loss']}\n" in printed
+    assert re.search(r"'train/loss': tensor\(\d\.\d+\)", printed)
+    assert names["status"] == 0
+
+
+def test_each_bug_of_lightning_names_a_test_that_exists():
+    rows = re.findall(
+        r"^\| (#.+?) \| .+ \| `(.+?)::(.+?)` \|$",
+        SECTIONS["Lightning bugs you don't get here"],
+        flags=re.MULTILINE,
+    )
+    assert len(rows) > 10
+    tests = Path(__file__).parents[1]
+    lost = [
+        f"{issues}: {file}::{name}"
+        for issues, file, name in rows
+        if f"\ndef {name}(" not in (tests / file).read_text("utf-8")
+    ]
+    assert lost == []

@@ -37,7 +37,7 @@ class Losses(Callback):
     def on_train_batch_end(self, *given):
         self.all.append(float(given[2]["loss"]))
 
-    def on_validation_end(self, trainer, pl_module):  # noqa: ARG002
+    def on_validation_end(self, trainer, pl_module):
         self.all.append(pl_module.val_loss)
 
 

@@ -58,7 +58,7 @@ class Vanish(Callback):
 class Blocked(Callback):
     """Like a copy from GPU to host that waits behind a kernel that waits for a lost rank."""
 
-    def setup(self, trainer, pl_module, stage):  # noqa: ARG002
+    def setup(self, trainer, pl_module, stage):
         def block():
             time.sleep(600)
 

@@ -97,3 +97,10 @@ def test_a_job_that_failed_in_another_process_is_in_the_exit_status(capfd, tmp_p
         assert err.count(f"optim.lr={rate} must be above 0") == 1
     assert "exit  val_loss" not in out  # of jobs in this process
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_folder_of_hydra_s_is_rejected_for_the_run_s(name, capsys):
+    assert cli.main(["train", f"{name}=elsewhere"]) == 2
+    line = f"{PROGRAM} train: {name}=elsewhere has no effect here; set run_dir=elsewhere\n"
+    assert capsys.readouterr().err == line

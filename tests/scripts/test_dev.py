@@ -394,9 +394,36 @@ def test_changed_runs_the_tests_of_files_changed_since_the_last_commit(
     assert set(load(root, monkeypatch).changed_tests()) == tests
 
 
-def test_test_stops_at_the_first_failure(project):
-    status, out, _ = dev(project, "test", FAILING="mypy")
-    assert (status, out.splitlines()[-1]) == (3, "mypy")
+@pytest.mark.parametrize(
+    ("failing", "report"),
+    [
+        ("none", "lint passed, types passed, tests passed"),
+        ("ruff", "lint failed, types passed, tests passed"),
+        ("mypy", "lint passed, types failed, tests passed"),
+        ("pytest", "lint passed, types passed, tests failed"),
+    ],
+)
+def test_all_checks_run_and_are_reported_whichever_fails(project, failing, report):
+    status, out, err = dev(project, "test", FAILING=failing)
+    assert out.splitlines()[-1].startswith("pytest")
+    assert err.splitlines()[-1] == f"dev.py: {report}"
+    assert status == int(failing != "none")
+
+
+def test_lint_runs_lint_and_types_and_no_tests(project):
+    status, out, err = dev(project, "lint", FAILING="mypy")
+    assert (status, out.splitlines()) == (1, ["ruff check", "ruff format --check", "mypy"])
+    assert err.splitlines()[-1] == "dev.py: lint passed, types failed"
+    assert dev(project, "lint", "src")[0] == 2
+
+
+def test_the_help_of_test_explains_changed_and_that_pytest_gets_the_rest(tmp_path):
+    root = plant(tmp_path / "project")
+    status, said, _ = dev(root, "test", "--help")
+    assert status == 0
+    assert "differ from the last commit" in said
+    assert "all other words go to pytest" in said
+    assert not (root / ".venv").exists()
 
 
 @pytest.mark.parametrize(

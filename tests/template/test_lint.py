@@ -43,3 +43,29 @@ def test_every_line_is_formatted(project, environment):
 
 def test_types_are_right(project, environment, mypy):
     assert check(project, environment, *mypy(project)) == ""
+
+
+OWN = '''"""Prints the size of a dataset."""
+
+import datasets
+from lightning import Callback, LightningModule, Trainer
+
+
+class Texts(datasets.Dataset):
+    """Has a class without types as its base."""
+
+
+class Greeting(Callback):
+    """Needs none of its hook's arguments."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Greet."""
+        print(len(datasets.load_dataset("own")))  # type: ignore[no-untyped-call]
+'''
+
+
+def test_what_lightning_s_users_write_passes(baked, environment, mypy):
+    project = baked(package_name="mine", project_slug="mine", extras="none")
+    (project / "src/mine/greeting.py").write_text(OWN)
+    assert check(project, environment, "-m", "ruff", "check", "--no-cache") == ""
+    assert check(project, environment, *mypy(project)) == ""

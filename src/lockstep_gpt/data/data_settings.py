@@ -45,7 +45,7 @@ class DataConfig(Checked):
         if not self._target_:  # made in code
             self._target_ = f"{type(self).__module__}.{type(self).__name__}"
 
-    def files_of_export(self, tokenizer: Any, files: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    def files_of_export(self, tokenizer: Any, files: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON files that an export adds or changes for a model of these data.
 
         Args:

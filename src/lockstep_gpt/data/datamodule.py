@@ -185,12 +185,12 @@ class TokenDataModule(lightning.LightningDataModule):
         self,
         batch: Stored,
         device: torch.device,
-        dataloader_idx: int = 0,  # noqa: ARG002
+        dataloader_idx: int = 0,
     ) -> Stored:
         """Move the ids; Lightning's default would search the batch for what it can move."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
+    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:
         """Return `(tokens, targets)`; ids travel to the device in their narrow stored type."""
         trainer = self._attached_trainer()
         split = "train"

@@ -54,6 +54,6 @@ class Stream:
 
         return StreamWindows(folder, split, block_size)
 
-    def describe(self, folder: Path, block_size: int) -> str | None:  # noqa: ARG002
+    def describe(self, folder: Path, block_size: int) -> str | None:
         """Return None: there is nothing to say."""
         return None

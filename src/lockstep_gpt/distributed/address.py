@@ -15,8 +15,12 @@ SIOCGIFADDR = 0x8915  # ioctl(2) request for the address of an interface
 def own_address(endpoint: str) -> tuple[str, str]:
     """Return this machine's address as seen from `endpoint`, HOST:PORT, and its interface.
 
+    A loopback address rehearses several machines on one. A name must not turn out to be one: some
+    systems, such as Debian, resolve a machine's own name like that.
+
     Raises:
-        UserError: the endpoint is not an address, cannot be resolved, or is a loopback address.
+        UserError: the endpoint is not an address or cannot be resolved, or its name means this
+            machine on every machine.
     """
     host, _, port = endpoint.rpartition(":")
     try:
@@ -26,12 +30,18 @@ def own_address(endpoint: str) -> tuple[str, str]:
             f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give a HOST:PORT of "
             "machine 0 that this machine can resolve"
         ) from None
-    if is_loopback(address):
+    if is_loopback(address) and not is_rehearsal(endpoint):
         raise UserError(
-            f"launch.rdzv_endpoint={endpoint} is a loopback address, which other machines "
-            "can't reach; give machine 0's network address"
+            f"launch.rdzv_endpoint={endpoint} resolves to {address}, which other machines can't "
+            "reach; give machine 0's network address"
         )
     return address, interface_of(address)
+
+
+def is_rehearsal(endpoint: str) -> bool:
+    """Return whether HOST:PORT says that all machines are this one."""
+    host = endpoint.rpartition(":")[0]
+    return host == "localhost" or is_loopback(host)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -19,7 +19,7 @@ class DDPStrategy(strategies.DDPStrategy):
             wrapped.broadcast_buffers = False  # the argument has two names, by torch version
         return wrapped
 
-    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, exception: BaseException) -> None:
         """Wait for nothing that may need a lost peer."""
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)

@@ -93,7 +93,7 @@ class GradientSums(Callback):
         if pl_module.device.type == "cuda":
             self._side = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Take the gradients of one micro-batch out; autograd would add the next ones to them."""
         is_last = pl_module.leaf == self.accumulation - 1
         if is_last and self._in_ddp:

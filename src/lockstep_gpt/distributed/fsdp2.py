@@ -147,7 +147,7 @@ class ShardedStrategy(ModelParallelStrategy):
         yield
         shared.set_requires_gradient_sync(True)
 
-    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, exception: BaseException) -> None:
         """Wait for nothing that may need a lost peer."""
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)

@@ -65,6 +65,8 @@ def _check_override(word: str, words: list[str]) -> None:
         raise UserError(f"{word}: {name} already has a choice; write {word[1:]}, without +")
     if name == "hydra/launcher" and value in LAUNCHERS:
         _check_launcher(word, LAUNCHERS[value])
+    if name in ("hydra.run.dir", "hydra.sweep.dir"):
+        raise UserError(f"{word} has no effect here; set run_dir={value}")
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
 

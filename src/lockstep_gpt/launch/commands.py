@@ -17,7 +17,7 @@ from lockstep_gpt.launch.arguments import MULTIRUN
 
 
 @contextlib.contextmanager
-def _log_to_stdout() -> Iterator[None]:
+def log_to_stdout() -> Iterator[None]:
     """Write log records to standard output while a command runs."""
     root = logging.getLogger()
     handlers_before = root.handlers
@@ -31,7 +31,7 @@ def _log_to_stdout() -> Iterator[None]:
 
 
 @standard_streams.never_failing()
-@_log_to_stdout()
+@log_to_stdout()
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
     launcher.end_with_launcher()
@@ -53,7 +53,7 @@ def train(arguments: list[str]) -> int:
     return _run_jobs("train", arguments, resume.train_or_resume)
 
 
-@_log_to_stdout()
+@log_to_stdout()
 def prepare(arguments: list[str]) -> int:
     """Create the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:

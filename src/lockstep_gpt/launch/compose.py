@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -30,7 +28,7 @@ from lockstep_gpt.launch import checks, devices
 from lockstep_gpt.launch.arguments import translate_arguments
 from lockstep_gpt.launch.hydra_errors import as_user_error, one_line
 from lockstep_gpt.launch.quoting import quote_paths
-from lockstep_gpt.registry import ARGUMENTS, additions, config_folders_of_extras
+from lockstep_gpt.registry import ARGUMENTS, additions
 
 # Later versions warn about the arguments and names of 1.3.
 if hydra.__version__.startswith("1.3."):
@@ -39,15 +37,6 @@ if hydra.__version__.startswith("1.3."):
 else:
     HYDRA_ARGUMENTS = {}
     register_resolver = OmegaConf.register_resolver
-
-
-class ExtrasOnSearchPath(SearchPathPlugin):
-    """Adds the folders of YAML files that extras bring."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append each folder after the project's own."""
-        for name, folder in config_folders_of_extras().items():
-            search_path.append(f"extra-{name}", f"file://{folder}")
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
@@ -60,8 +49,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     Raises:
         UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
     """
-    _register_schema(arguments)
-    Plugins.instance().register(ExtrasOnSearchPath)
+    register_schema(*_config_dirs(arguments))
     for rewrite in (translate_arguments, *additions(ARGUMENTS)):
         arguments[:] = rewrite(arguments)  # in place: a sweep's jobs show only other words
     has_started = False
@@ -100,7 +88,17 @@ def resolve_config(composed: DictConfig) -> tuple[dict[str, Any], Config]:
     return values, config
 
 
-def _register_schema(arguments: list[str]) -> None:
+def has_schema() -> bool:
+    """Return whether `register_schema` has been called."""
+    return "schema" in ConfigStore.instance().repo.get("hydra", {})
+
+
+def register_schema(*folders: Path) -> None:
+    """Register the settings that YAML files and overrides may set.
+
+    Args:
+        folders: those of YAML files besides the project's own.
+    """
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
     # It returns copies anyway; Hydra also copies the store, a hundred times for --help.
@@ -111,7 +109,7 @@ def _register_schema(arguments: list[str]) -> None:
     config = with_groups(*classes.items())
     store.repo.get("hydra", {}).pop("schema", None)  # entries of an earlier call would stay
     store.store(group="hydra/schema", name="config", node=config)
-    for name, settings in data_choices(*_config_dirs(arguments)).items():
+    for name, settings in data_choices(*folders).items():
         store.store(group="hydra/schema/data", name=name, node=settings)
 
 
@@ -128,12 +126,15 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
     name = "HYDRA_FULL_ERROR"
     words_before = sys.argv
     value_before = os.environ.get(name)
+    hydra_before = GlobalHydra.instance().hydra  # a notebook may have called `hydra.initialize`
+    GlobalHydra.instance().clear()
     sys.argv = [PROGRAM, *quote_paths(arguments)]
     os.environ[name] = "1"
     try:
         yield
     finally:
         sys.argv = words_before
+        GlobalHydra.instance().hydra = hydra_before
         del os.environ[name]
         if value_before is not None:
             os.environ[name] = value_before

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.address import own_address
+from lockstep_gpt.distributed.address import is_rehearsal, own_address
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line
@@ -96,10 +96,13 @@ def explain_missed_rendezvous(config: Config, cause: str) -> str:
     """Return the message that not all machines came to the meeting."""
     launch = config.launch
     detail = f" ({cause})" if cause else ""
+    remedy = "start the same command on each, with its own launch.node_rank"
+    assert launch.rdzv_endpoint is not None
+    if is_rehearsal(launch.rdzv_endpoint):
+        remedy += "; this address is for commands on one machine, so for several, give machine 0's"
     return (
         f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
-        f"launch.join_seconds={launch.join_seconds:g}{detail}; start the same command on each, "
-        "with its own launch.node_rank"
+        f"launch.join_seconds={launch.join_seconds:g}{detail}; {remedy}"
     )
 
 

@@ -17,14 +17,14 @@ class AppleGPU(Callback):
         self,
         trainer: Trainer,
         pl_module: Any,
-        batch: Any,  # noqa: ARG002
+        batch: Any,
         batch_idx: int,
     ) -> None:
         """Make dropout a function of seed, step, and micro-batch, as on other devices."""
         leaf = batch_idx % trainer.accumulate_grad_batches
         torch.mps.manual_seed(leaf_seed(pl_module.config.seed, trainer.global_step, leaf))
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         """Raise a `RunError` if a gradient is not finite: fused kernels there would apply it."""
         gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
         norm = get_total_norm(gradients)

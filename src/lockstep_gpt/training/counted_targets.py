@@ -34,7 +34,7 @@ class CountedTargets(Callback):
         self.dtype = torch.float64 if config.precision == "64-true" else torch.float32
         self.factor = torch.ones(())  # by which gradients were multiplied at the end of the step
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave a run in which each target counts: it must not wait for the ranks' counts."""
         if not getattr(trainer.datamodule, "may_ignore", True):
             # A new list: Lightning is iterating over the old one.
@@ -44,7 +44,7 @@ class CountedTargets(Callback):
     def on_train_batch_start(
         self,
         trainer: Trainer,
-        pl_module: Any,  # noqa: ARG002
+        pl_module: Any,
         batch: Any,
         batch_idx: int,
     ) -> None:
@@ -58,7 +58,7 @@ class CountedTargets(Callback):
             if trainer.world_size > 1:  # ranks that split a model all count, here and below
                 self.pending = dist.all_reduce(self.total, async_op=True)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
         """Multiply the gradient of the mean by the count: an integer, which rounds nothing."""
         weight = self.counts[-1].to(self.dtype) / self.unit
         loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class CountedTargets(Callback):
         self,
         trainer: Trainer,
         pl_module: Any,
-        optimizer: Any,  # noqa: ARG002
+        optimizer: Any,
     ) -> None:
         """Divide the gradients, and the losses for the log, by the count of the step."""
         if self.pending is not None:

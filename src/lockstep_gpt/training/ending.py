@@ -4,8 +4,12 @@ import shlex
 import time
 from typing import Any
 
+import numpy as np
+import torch
 from lightning import Trainer
 
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import InSummary
 from lockstep_gpt.run.directory import RunDirectory
@@ -40,8 +44,19 @@ def write_summary(
     directory.write_summary({**summary, **summary_of_callbacks(trainer), **more})
 
 
+def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
+    """Return a few words of a run's validation text; empty if it has no readable ones."""
+    if not isinstance(data, TokenDataModule):
+        return ""
+    rows = np.concatenate([*data.rows_by_part("val", data.validated, 0, 1).values()])
+    tokens, _ = next(data.batches("val", rows[:1], torch.device("cpu")))
+    words = tokenizer.decode(tokens[0].tolist()).split()[1:]  # the first may be cut off
+    readable = [word for word in words if word.isprintable() and "\ufffd" not in word]
+    return " ".join(readable[:3])
+
+
 def last_lines(
-    directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float
+    directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float, prompt: str
 ) -> str:
     """Return how the run that began at `started` ended, where its files are, and what is next."""
     status = status_of(trainer)
@@ -54,10 +69,10 @@ def last_lines(
     if "test/loss" in row:
         result += f", test loss {row['test/loss']:.4f}"
     run_dir = shlex.quote(str(directory.path))
-    commands = [
-        f'{invocation()} generate {run_dir} --prompt "def "',
-        f"{invocation()} evaluate {run_dir}",
-    ]
+    generate = f"{invocation()} generate {run_dir}"
+    if prompt:
+        generate += f" --prompt {shlex.quote(prompt)}"
+    commands = [generate, f"{invocation()} evaluate {run_dir}"]
     for run in tracked_runs(trainer.loggers):
         commands += run.next_commands() or []  # None from a tracker that failed
     next_commands = "\n".join(f"  {command}" for command in commands)

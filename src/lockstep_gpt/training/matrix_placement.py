@@ -72,7 +72,7 @@ class ReplicatedMatrices:
         if compiled:
             self._update_together = compiled_for_each_shape(update_together)
 
-    def keeps(self, matrix: Tensor) -> bool:  # noqa: ARG002
+    def keeps(self, matrix: Tensor) -> bool:
         """Return True."""
         return True
 
@@ -97,7 +97,7 @@ class ReplicatedMatrices:
 
     def whole_momenta(
         self,
-        matrices: Sequence[Tensor],  # noqa: ARG002
+        matrices: Sequence[Tensor],
         momenta: Mapping[Tensor, Tensor],
     ) -> Mapping[Tensor, Tensor]:
         """Return `momenta`."""

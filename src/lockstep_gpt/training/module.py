@@ -138,7 +138,7 @@ class GPTModule(lightning.LightningModule):
             self.logs_losses = logs_losses
             self.losses.forget_step()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make dropout depend only on seed, step, and micro-batch, not on the rank.
 
         Ranks that split the model also draw the same noise for their common residual stream.
@@ -148,7 +148,7 @@ class GPTModule(lightning.LightningModule):
         leaf = data_place(self.trainer).rank * accumulation + self.leaf
         seed_device(leaf_seed(self.config.seed, self.trainer.global_step, leaf), self.device)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of one micro-batch of tokens and targets, each (B, T)."""
         loss: Tensor = self.model(*batch)
         if self.logs_losses:
@@ -162,7 +162,7 @@ class GPTModule(lightning.LightningModule):
             loss = loss * self.loss_factor
         super().backward(loss, *arguments, **settings)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:  # noqa: ARG002
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Add one micro-batch to the validation loss; targets in padding rows don't count.
 
         Returns what metrics need without another forward pass: `loss`, `targets`, (B, T), and
@@ -170,7 +170,7 @@ class GPTModule(lightning.LightningModule):
         """
         return self._measure(batch, self.token_loss)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:  # noqa: ARG002
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Add one micro-batch to the test loss; returns the same as `validation_step`."""
         return self._measure(batch, self.test_loss)
 
@@ -234,7 +234,7 @@ class GPTModule(lightning.LightningModule):
         if not self.keeps_gradients:
             optimizer.zero_grad()
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:  # noqa: ARG002
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Before the first micro-batch of a step, zero gradients in their buckets, or free them."""
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 

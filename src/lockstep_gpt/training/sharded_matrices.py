@@ -50,7 +50,7 @@ class ShardedMatrices:
             self._orthogonalized = compiled_for_each_shape(orthogonalized)
             self._add_updates = compiled_for_each_shape(add_updates)
 
-    def keeps(self, matrix: Tensor) -> bool:  # noqa: ARG002
+    def keeps(self, matrix: Tensor) -> bool:
         """Return True: each rank keeps its shard."""
         return True
 
@@ -104,7 +104,7 @@ class ShardedMatrices:
 
     def whole_momenta(
         self,
-        matrices: Sequence[Tensor],  # noqa: ARG002
+        matrices: Sequence[Tensor],
         momenta: Mapping[Tensor, Tensor],
     ) -> Mapping[Tensor, Tensor]:
         """Return `momenta`, which the strategy gathers or saves in parts, like all other shards."""

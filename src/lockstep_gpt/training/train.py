@@ -238,7 +238,9 @@ def fit(training: Training, started: float) -> None:
     leave()
     if training.rank == 0:
         row = training.metrics.row
-        logger.info("%s", ending.last_lines(training.directory, trainer, row, started))
+        prompt = ending.prompt_from(training.data, training.module.tokenizer)
+        lines = ending.last_lines(training.directory, trainer, row, started, prompt)
+        logger.info("%s", lines)
 
 
 def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class MegatronTokens:
     open: Opener
     index: File
 
-    def layout(self, raw: BinaryIO) -> Layout:  # noqa: ARG002
+    def layout(self, raw: BinaryIO) -> Layout:
         """Return the layout that the index tells.
 
         Raises:

@@ -108,7 +108,7 @@ class Source(DataConfig, ABC):
             UserError: something can't be read.
         """
 
-    def order_rule(self, sizes: Mapping[str, int], samples: int, block_size: int) -> order.Rule:  # noqa: ARG002
+    def order_rule(self, sizes: Mapping[str, int], samples: int, block_size: int) -> order.Rule:
         """Return which window each position of a run takes.
 
         Args:
@@ -118,7 +118,7 @@ class Source(DataConfig, ABC):
         """
         return order.windows
 
-    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:  # noqa: ARG002
+    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
         """Return which targets count in each part of the corpus; in parts without mask, all do.
 
         A corpus that is one part names it "".

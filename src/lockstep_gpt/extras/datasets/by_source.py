@@ -86,7 +86,7 @@ class Sources(StepCallback):
         self.directory = directory
         self.every = config.log_every
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace the module's validation loss."""
         data: TokenDataModule = trainer.datamodule
         sizes = data.windows["train"].counts
@@ -117,7 +117,7 @@ class Sources(StepCallback):
             lines["later"] = "; ".join(changes)
         return lines
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Warn of sources that are repeated often, and of those that are hardly used."""
         if not trainer.is_global_zero:
             return
@@ -157,7 +157,7 @@ class Sources(StepCallback):
         wanted: float = self.config.data.epochs.get(name, 0)
         return wanted >= 1 and epochs < 1
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Record the rule by which the sources take turns."""
         checkpoint[TURNS] = RULE
 
@@ -178,7 +178,7 @@ class Sources(StepCallback):
             tokens = {f"data/tokens/{name}": count * data.block_size for name, count in counts}
             _log(trainer, tokens)
 
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Compute each source's loss, also for callbacks that monitor one."""
         pl_module.token_loss.compute()  # the module asks for it next, and gets the same
         pl_module.log_dict(_losses(pl_module), logger=False, sync_dist=True, reduce_fx="max")

@@ -157,7 +157,7 @@ class Mixture(Source):
         """Return the tokenizer of all sources."""
         return self.prepared.make_tokenizer()
 
-    def blocks(self, start: Position) -> Iterator[TokenBlock]:  # noqa: ARG002
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:
         """Yield nothing: the sources are token files already."""
         yield from ()
 

@@ -100,7 +100,7 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        **others: Any,  # noqa: ARG002 (what transformers passes to every model)
+        **others: Any,
     ) -> CausalLMOutput:
         """Predict the token after each of `input_ids`, (B, T).
 

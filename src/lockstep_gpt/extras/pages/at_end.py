@@ -40,11 +40,11 @@ class ReportAtEnd(Callback):
             content = as_json(environment(pl_module.device))
             replace_text(self._run / "environment.json", content)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the report when training ends."""
         self._write(trainer, status_of(trainer))
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write the report when the run is stopped or fails."""
         status = str(exception) if isinstance(exception, Stopped) else f"failed: {exception}"
         self._write(trainer, status.splitlines()[0])

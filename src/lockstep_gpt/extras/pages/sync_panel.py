@@ -86,7 +86,7 @@ class SyncPanel(StepCallback):
         self._parts: MicroBatchNorms | None = None
         self._counts: CountedTargets | None = None  # if the counts of targets differ
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Reject settings under which the panel can't show or repeat the average.
 
         Raises:
@@ -131,7 +131,7 @@ class SyncPanel(StepCallback):
     def on_train_batch_start(
         self,
         trainer: Trainer,
-        pl_module: Any,  # noqa: ARG002
+        pl_module: Any,
         batch: tuple[Tensor, Tensor],
         batch_idx: int,
     ) -> None:
@@ -152,7 +152,7 @@ class SyncPanel(StepCallback):
         if self._ddp is not None and (batch_idx + 1) % accumulation == 0:
             self._ddp.require_backward_grad_sync = False
 
-    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
         """Keep the loss; separate the micro-batches' gradients if they take the place of ranks."""
         if self._local_step is None:
             return
@@ -181,7 +181,7 @@ class SyncPanel(StepCallback):
             self._ddp.require_forward_param_sync = True  # as after a backward that averages
         local_step.weights = self._probe.weights()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         """Read the average as the optimizer gets it, before clipping."""
         if self._local_step is not None:
             self._local_step.after = self._probe.gradients()
@@ -217,7 +217,7 @@ class SyncPanel(StepCallback):
             for run_logger in trainer.loggers:
                 run_logger.log_metrics(row, step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the advice on the batch size and the panel's command; send the panel to trackers."""
         if trainer.is_global_zero:
             command = f"{invocation()} panel {self._run}"

@@ -55,7 +55,7 @@ class Tasks(StepCallback):
         self._tasks: list[Tokenized] = []
         self._ended = False  # whether the last measurement was made
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Read and tokenize the tasks; a `UserError` rejects them before training."""
         tasks = read_tasks(self.files)
         if BUILTIN in self.files:
@@ -102,13 +102,13 @@ class Tasks(StepCallback):
         if trainer.should_stop and not self._ended:
             self._measure(trainer, pl_module, trainer.global_step, True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Say how much of the time the tasks took."""
         total = time.perf_counter() - self._started
         if self.row and trainer.is_global_zero:
             logger.info("tasks took %.1f s of %.0f s", self.seconds, total)
 
-    def in_summary(self, step: int) -> dict[str, Any]:  # noqa: ARG002
+    def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries: the newest values, and what they cost."""
         return {**self.row, "tasks_seconds": self.seconds}
 

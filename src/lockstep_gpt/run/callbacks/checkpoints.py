@@ -71,7 +71,7 @@ class Checkpoints(StepCallback, Checkpoint):
         best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
         return loss in best and step - self.last_validated >= (self.config.checkpoint.every or 0)
 
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save now only if no validation follows; else the saved state would mark it as done."""
         if step == self.total_steps:
             trainer.should_stop = True  # Lightning then validates a last time, at any step
@@ -125,7 +125,7 @@ class Checkpoints(StepCallback, Checkpoint):
         last_checkpoint = str(present[-1]) if present else None
         return {"best_checkpoint": best_checkpoint, "last_checkpoint": last_checkpoint}
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add the configuration, the tokenizer, and the counts of samples and tokens."""
         samples = samples_seen(trainer, self.config)
         tokens = samples * self.config.model.block_size

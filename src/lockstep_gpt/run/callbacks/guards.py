@@ -77,7 +77,7 @@ class Guards(StepCallback):
         if self.config.guard.replicas_every and step % self.config.guard.replicas_every == 0:
             self._compare_replicas(trainer, pl_module.model, step)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Compare the replicas before anything is written."""
         self._compare_replicas(trainer, pl_module.model, trainer.global_step)
 

@@ -139,7 +139,7 @@ class Metrics(StepCallback):
             entries["test_loss"] = self.row["test/loss"]
         return entries
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock: throughput is for training only."""
         self._paused_at = time.perf_counter()
 
@@ -150,7 +150,7 @@ class Metrics(StepCallback):
         metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         self._log(trainer, trainer.global_step, metrics)
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the test loss, except to `metrics.csv`, whose columns are those of training."""
         loss = float(trainer.callback_metrics["test/loss"])
         metrics = {"test/loss": loss, "test/perplexity": perplexity(loss)}

@@ -88,11 +88,11 @@ class Overhead(StepCallback):
         super().on_train_start(trainer, pl_module)
         self._started_at = self._seen_at = time.perf_counter()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note when a validation begins."""
         self._validating_at = clock_of(pl_module.device)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Note how long a validation took."""
         self._seen_at = clock_of(pl_module.device)
         self.validations.append(self._seen_at - self._validating_at)

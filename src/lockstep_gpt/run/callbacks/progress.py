@@ -48,7 +48,7 @@ class Progress(StepCallback):
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
             )
 
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Advance by one step."""
         logged = step % self._metrics.every == 0 or step == trainer.max_steps
         if self._bar is not None:
@@ -101,7 +101,7 @@ class Sample(Callback):
     temperature: float  # divides the logits; 0 picks the likeliest token
     at_validation: bool = False  # also after each validation, not only at the end
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Raise a `UserError` now for what `generate` would reject after hours of training."""
         if pl_module.tokenizer.end_of_text is not None:
             tokens = torch.tensor(pl_module.tokenizer.encode(self.prompt).astype("int64"))[None]

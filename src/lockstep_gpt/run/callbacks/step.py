@@ -27,7 +27,7 @@ class StepCallback(Callback, ABC):
 
     _seen = 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where a new or resumed run starts."""
         self._seen = trainer.global_step
 

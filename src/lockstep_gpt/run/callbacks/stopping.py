@@ -81,7 +81,7 @@ class GracefulStop(StepCallback):
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
     loop: Any = field(default_factory=dict, init=False)  # the attributes of Lightning's loop
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Keep Lightning from installing handlers: they wait for other ranks in a signal."""
         without_signal_handlers(trainer)
 
@@ -97,7 +97,7 @@ class GracefulStop(StepCallback):
         self.loop["_broadcast_sigterm_tensor"] = lambda: None
         self.vote = StopVote()
 
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save and stop once all ranks know of a signal.
 
         If a validation follows, wait for it: else the saved state would mark it as done.
@@ -124,7 +124,7 @@ class GracefulStop(StepCallback):
         self.vote.close()
         raise Stopped(self.decided)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Finish the last vote: a rank that leaves early would fail the others' vote."""
         stop_signals.received.has_saved = True
         self.vote.close()

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class TimeLimitReport(Callback):
     """Reports at the end of training if the time limit was reached."""
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Check each `Timer`; the Trainer's `max_time` is one too."""
         for timer in trainer.callbacks:
             if not isinstance(timer, Timer):

@@ -25,7 +25,7 @@ class WeightHashes(Callback):
         self.weights = {**self.weights, checkpoint["global_step"]: sha256}
         return {**checkpoint, "weights": self.weights}
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Restore the hashes of earlier parts of the run."""
         self.weights = dict(checkpoint.get("weights", {}))
 

@@ -121,7 +121,7 @@ class WandbRun(WandbLogger, TrackedRun):
         key: str,
         columns: list[str] | None = None,
         data: list[list[Any]] | None = None,
-        dataframe: Any = None,  # noqa: ARG002
+        dataframe: Any = None,
         step: int | None = None,
     ) -> None:
         """Add rows to the table `key`, which grows during the run."""

@@ -1,0 +1,265 @@
+"""A run from Python, as in a notebook: its configuration, module, data module, and Trainer.
+
+from lockstep_gpt.notebook import build, compose
+
+config = compose("experiment=smoke")
+module, data, trainer = build(config)
+trainer.fit(module, data)
+"""
+
+import contextlib
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning import Callback, LightningDataModule, Trainer
+from omegaconf import DictConfig
+
+from lockstep_gpt import stop_signals
+from lockstep_gpt.config import LEVELS, Config, from_container
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch import checks, devices, resolving, short_runs
+from lockstep_gpt.launch import compose as composing
+from lockstep_gpt.launch.commands import log_to_stdout
+from lockstep_gpt.launch.hydra_errors import as_user_error
+from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
+from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.run import last_line
+from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
+from lockstep_gpt.run.callbacks.stopping import Stopped
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import check
+from lockstep_gpt.training import ending, train
+from lockstep_gpt.training.batches import build_data, tokenizer_of
+from lockstep_gpt.training.building import build_trainer
+from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.initial_weights import load_initial_weights
+from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.rank_output import routed_output
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+from lockstep_gpt.training.train import Training
+
+logger = logging.getLogger(__name__)
+
+SEVERAL_RANKS = "from lockstep_gpt import cli; cli.main(['train', ...])"
+
+
+class Parts(NamedTuple):
+    """What Lightning trains with."""
+
+    module: GPTModule
+    data: LightningDataModule
+    trainer: Trainer
+
+
+def compose(*overrides: str) -> DictConfig:
+    """Return the configuration that the command `train` would use.
+
+    Args:
+        overrides: as on the command line, such as `experiment=smoke` or `optim.lr=1e-3`.
+
+    Raises:
+        UserError: an override or a YAML file is wrong.
+    """
+    composed: list[DictConfig] = []
+    with log_to_stdout():
+        composing.run([*overrides], composed.append)
+        if len(composed) != 1:
+            words = " ".join(overrides)
+            count = len(composed)
+            raise UserError(f"compose({words}) makes {count} configurations; leave out flags")
+        config = composed[0]
+        values, checked = _checked(config, *overrides)
+        batch = _batch(checked, _one_rank(checked))
+        _, fitted = short_runs.fit_warmup(values, checked, batch, overrides)
+    config.optim.warmup_steps = fitted.optim.warmup_steps
+    config.optim.warmup_tokens = fitted.optim.warmup_tokens
+    return config
+
+
+def build(config: DictConfig) -> Parts:
+    """Return what trains with this configuration, as one rank, in this process.
+
+    With a `run_dir`, the training writes there what the command would. Without, it writes nothing.
+
+    Args:
+        config: from `compose`, or from `hydra.compose`.
+
+    Raises:
+        UserError: a setting is invalid, can't work in this process, or needs several ranks.
+    """
+    values, checked = _checked(config)
+    check("test", True, not checked.test, "is for the command; call trainer.test(module, data)")
+    rule = "is for the command; call trainer.fit(module, data, ckpt_path=...)"
+    check("resume", checked.resume, checked.resume == "none", rule)
+    placement = _one_rank(checked)
+    values["trainer"] = resolving.resolved_trainer(values, placement)
+    values["batch"]["global_size"] = _batch(checked, placement).global_size
+    if checked.run_dir is None:
+        return _without_directory(values)
+    directory = RunDirectory(Path(checked.run_dir))
+    values["run_name"] = checked.run_name or directory.path.name
+    return _in_directory(directory, values)
+
+
+def _checked(config: DictConfig, *overrides: str) -> tuple[dict[str, Any], Config]:
+    """Return the plain values of a configuration, and the same as a checked `Config`."""
+    with as_user_error([*overrides]):
+        values = composing.values_to_freeze(config)
+        checked = from_container(values)
+    checks.refuse_conflicts(checked)
+    return values, checked
+
+
+def _one_rank(config: Config) -> Placement:
+    """Return the place of the only rank; one of several devices, if the number is open."""
+    wanted = config.trainer.get("devices", "auto")
+    if wanted == "auto":
+        config = replace(config, trainer={**config.trainer, "devices": 1})
+    placement = devices.place(config)
+    if placement.world_size > 1:
+        raise UserError(
+            f"trainer.devices={placement.devices} with trainer.num_nodes={placement.nodes} needs "
+            f"{placement.world_size} processes, but this is one; run {SEVERAL_RANKS}"
+        )
+    return placement
+
+
+def _batch(config: Config, placement: Placement) -> BatchPlan:
+    context = config.model.block_size
+    return plan_batch(config.batch, context, placement.devices, placement.nodes)
+
+
+def _without_directory(values: dict[str, Any]) -> Parts:
+    """Return the parts of a training that writes nothing: no log, checkpoints, or trackers."""
+    with log_to_stdout():
+        values["data"]["fingerprint"] = prepare_data(from_container(values))
+    config = from_container(values)
+    choose_matrix_products(config.trainer["accelerator"])
+    torch.manual_seed(config.seed)
+    ranks = Ranks()
+    batch = train.batch_of(config, ranks)
+    schedule = plan_schedule(config, batch)
+    data = build_data(config, batch)
+    module = GPTModule(config, schedule, tokenizer_of(data))
+    load_initial_weights(module.model, module.tokenizer)
+    flops = module.model.flops_per_token
+    metrics = Metrics(config.log_every, batch.tokens_per_step, flops, peak_tflops(config, 1))
+    trainer = build_trainer(
+        config,
+        ranks,
+        batch,
+        first=[metrics, CountedTargets(config)],
+        last=[*gradient_sums(config), ShowLog(LEVELS[config.verbosity])],
+        loggers=[],
+        plugins=[],
+        max_steps=schedule.total_steps,
+        use_distributed_sampler=not isinstance(data, TokenDataModule),
+        enable_checkpointing=False,
+    )
+    return Parts(module, data, trainer)
+
+
+def _in_directory(directory: RunDirectory, values: dict[str, Any]) -> Parts:
+    """Return the parts of a training that fills a new run directory."""
+    with contextlib.ExitStack() as stack:
+        freezing = Freezing(NewRun(directory, from_container(values), values), stack)
+        with log_to_stdout():
+            freezing.freeze()
+        try:
+            training = train.assemble(directory, directory.load(), Ranks(), sys.stderr, None)
+        except BaseException:
+            freezing.undo()
+            raise
+        around = AroundFit(training, stack.pop_all())
+    training.trainer.callbacks.append(around)  # type: ignore[attr-defined]
+    return Parts(training.module, training.data, training.trainer)
+
+
+class ShowLog(Callback):
+    """Prints progress and samples during a training without a run directory.
+
+    Args:
+        level: of the log records to print.
+    """
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+        self.undo = contextlib.ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Print log records from now on."""
+        if stage == "fit":
+            self.undo.enter_context(log_to_stdout())
+            logging.root.setLevel(self.level)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Restore what handled them before."""
+        self.undo.close()
+
+    def on_exception(self, *_: Any) -> None:
+        """Do the same after an exception or an interrupt."""
+        self.undo.close()
+
+
+class AroundFit(Callback):
+    """Does what the command does before and after it calls `Trainer.fit`.
+
+    Args:
+        training: the parts of the run.
+        lock: is closed when the training ends.
+    """
+
+    def __init__(self, training: Training, lock: contextlib.ExitStack) -> None:
+        self.training = training
+        self.undo = lock
+        self.started = 0.0  # clock
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Open the log, and print the receipt."""
+        if stage != "fit":
+            return
+        training = self.training
+        self.started = time.perf_counter()
+        self.undo.enter_context(stop_signals.restored())
+        self.undo.enter_context(routed_output(training.directory, Ranks(), pl_module.config))
+        training.metrics.continue_from(training.metrics_file.truncate_after(0))
+        train.announce(training)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the summary, and print what is next."""
+        self._conclude(ending.status_of(trainer), saved=True)
+        row = self.training.metrics.row
+        prompt = ending.prompt_from(self.training.data, pl_module.tokenizer)
+        lines = ending.last_lines(self.training.directory, trainer, row, self.started, prompt)
+        logger.info("%s", lines)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Close the log, and unlock the run directory."""
+        if stage == "fit":
+            self.undo.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Write the summary of a training that was stopped or has failed."""
+        if trainer.state.fn != "fit":
+            return
+        with self.undo:
+            if isinstance(exception, Stopped):
+                self._conclude("stopped", saved=exception.saved)
+                logger.info("%s; %s", exception, last_line.way_on(self.training.directory))
+            else:
+                self._conclude("failed", saved=False)
+
+    def _conclude(self, status: str, *, saved: bool) -> None:
+        disk: Any = self.training.trainer.strategy.checkpoint_io
+        disk.wait()  # for all writes
+        facts = {"saved": saved, "wall_seconds": time.perf_counter() - self.started}
+        train.conclude(self.training, status, facts)

@@ -1,0 +1,160 @@
+"""Training from Python, as in a notebook: the command's numbers, with and without its files."""
+
+import os
+import signal
+
+import hydra
+import lightning
+import pytest
+
+from lockstep_gpt.config_files import config_folder
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.notebook import SEVERAL_RANKS, build, compose
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
+EXACT = "batch.exact_micro_size=2"
+# Cells of a notebook in a real Jupyter kernel; each must print the same loss.
+CELLS = (
+    """
+import json
+from lockstep_gpt import cli
+from lockstep_gpt.notebook import build, compose
+module, data, trainer = build(compose(*words))
+trainer.fit(module, data)
+print("in the kernel:", module.val_loss)
+""",
+    """
+ranks = ["trainer=cpu", "trainer.devices=2", "strategy.process_group_backend=gloo"]
+print("status", cli.main(["train", *words, *ranks, "run_dir=two"]))
+print("on two ranks:", json.load(open("two/summary.json"))["val_loss"])
+""",
+)
+
+
+class Interrupt(lightning.Callback):
+    """Sends this process a Ctrl-C."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Fail(lightning.Callback):
+    """Fails in the first step."""
+
+    def on_train_batch_end(self, *_):
+        raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture
+def words(command, monkeypatch):
+    """Return the overrides of a short run on shared data, in the command's folder."""
+    monkeypatch.chdir(command.folder)
+    return command.smoke(EXACT)[1:]
+
+
+@pytest.fixture
+def expected(command):
+    command.train(EXACT, "run_dir=expected")
+    return command.summary("expected")["val_loss"]
+
+
+def test_three_lines_train_like_the_command_and_write_nothing(command, words, expected, capfd):
+    before = {*command.folder.iterdir()}
+    config = compose(*words)
+    module, data, trainer = build(config)
+    trainer.fit(module, data)
+    assert module.val_loss == expected
+    assert "step 20/20  val_loss" in capfd.readouterr().out
+    assert {*command.folder.iterdir()} == before
+    trainer.validate(module, data, verbose=False)
+    assert module.val_loss == expected
+
+
+def test_a_run_directory_has_what_the_command_writes(command, words, expected):
+    module, data, trainer = build(compose(*words, "run_dir=run"))
+    trainer.fit(module, data)
+    summary = command.summary("run")
+    assert (summary["status"], summary["val_loss"]) == ("done", expected)
+    folders = [command.folder / name for name in ("expected", "run")]
+    theirs, ours = ({path.name for path in folder.rglob("*")} for folder in folders)
+    assert ours - {".lock"} == theirs - {".lock"}
+    assert "schedule" in (command.folder / "run/train.log").read_text()
+    command("train", "run_dir=run", "resume=auto", "max_steps=24", "launch.inline=true")
+    assert command.summary("run")["step"] == 24
+
+
+def test_an_interrupt_saves_and_unlocks_a_run(command, words):
+    handler = signal.getsignal(signal.SIGINT)
+    module, data, trainer = build(compose(*words, "run_dir=run", "callbacks.sample=null"))
+    trainer.callbacks.append(Interrupt())
+    with pytest.raises(BaseException, match="stopped by SIGINT"):
+        trainer.fit(module, data)
+    assert command.summary("run")["status"] == "stopped"
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert "step 8 is saved" in (command.folder / "run/train.log").read_text()
+    command("train", "run_dir=run", "resume=auto", "launch.inline=true")
+    assert command.summary("run")["step"] == 20
+
+
+def test_a_failure_is_in_the_summary(command, words):
+    module, data, trainer = build(compose(*words, "run_dir=run", "callbacks.sample=null"))
+    trainer.callbacks.append(Fail())
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        trainer.fit(module, data)
+    assert command.summary("run")["status"] == "failed"
+
+
+def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = hydra.compose("train", overrides=["experiment=smoke", *words])
+        assert compose(*words) == config
+        module, _, trainer = build(hydra.compose("train", overrides=words))
+    assert trainer.max_steps == 20
+    assert module.config.model.block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("trainer.devices=2", SEVERAL_RANKS),
+        ("test=true", "trainer.test"),
+        ("resume=auto", "ckpt_path"),
+        ("optim.lrr=1", "did you mean optim.lr"),
+        ("--cfg=job", "leave out flags"),
+    ],
+)
+def test_what_cannot_work_in_one_process_is_refused_in_one_line(words, override, line):
+    with pytest.raises(UserError) as refusal:
+        build(compose(*words, override))
+    assert line in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.long
+def test_a_jupyter_kernel_trains_here_and_on_two_ranks_with_equal_losses(
+    command, words, expected, monkeypatch
+):
+    manager = pytest.importorskip("jupyter_client.manager", reason="needs dev.py install notebook")
+    pytest.importorskip("ipykernel", reason="needs dev.py install notebook")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    printed = []
+
+    def show(message):
+        printed.append(message["content"].get("text") or str(message["content"]))
+
+    kernel, client = manager.start_new_kernel(startup_timeout=240, cwd=str(command.folder))
+    try:
+        for cell in (f"words = {words}", *CELLS):
+            reply = client.execute_interactive(cell, timeout=240, output_hook=show)
+            assert reply["content"]["status"] == "ok", printed
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    text = "".join(printed)
+    assert f"in the kernel: {expected}" in text
+    assert "status 0" in text
+    assert f"on two ranks: {expected}" in text
