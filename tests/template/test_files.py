@@ -9,7 +9,6 @@ import time
 import tomllib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 import yaml
@@ -246,22 +245,18 @@ def test_its_tests_of_packaging_pass_for_all_choices(answers, baked, environment
 @pytest.mark.parametrize(
     "answers", [{"extras": "none"}, {"extras": "all"}, {"wandb_project": "w", "wandb_entity": "e"}]
 )
-def test_its_settings_pages_are_its_script_s_output(answers, baked, environment):
+def test_its_settings_page_is_its_script_s_output(answers, baked, environment):
     project = baked(**answers)
-    script = (
-        "import settings; [print(path, text, end='') for path, text in settings.pages().items()]"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", "import settings; print(settings.page(), end='')"],
         cwd=project,
         env=environment(PYTHONPATH="src:scripts", PYTHONDONTWRITEBYTECODE="1"),
         capture_output=True,
         encoding="utf-8",
     )
-    paths = re.findall(rf"{re.escape(str(project))}/docs/\w*settings\.md", done.stdout)
-    assert len(paths) == 1 + len([*project.glob("docs/*_settings.md")])
-    texts = (f"{path} {Path(path).read_text('utf-8')}" for path in paths)
-    assert done.stdout == "".join(texts), done.stderr
+    page = (project / "docs/settings.md").read_text("utf-8")
+    assert done.stdout == page, done.stderr
+    assert ("\n## Extra `chat`\n" in page) == (answers.get("extras") == "all")
 
 
 @pytest.mark.parametrize(
