@@ -9,7 +9,7 @@ usage: python scripts/settings.py
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,11 +149,10 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
     return f"`{name}`", default.replace("``", ""), means
 
 
-def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table_of(names: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """Format a table, which begins with an empty line."""
-    names = tuple(head)
-    lines = [" | ".join(cells) for cells in (names, ["---"] * len(names), *rows)]
-    return "".join(["\n", *(f"| {line} |\n" for line in lines)])
+    head, *body = (f"| {' | '.join(cells)} |\n" for cells in (names, *rows))
+    return "".join(["\n", head, f"|{'---|' * len(names)}\n", *body])
 
 
 def data_sections() -> Iterator[Part]:

@@ -174,19 +174,6 @@ def test_every_page_is_in_the_index(repository):
     assert {name for name in names if f"]({name})" not in index} == set()
 
 
-def test_the_table_of_a_step_names_existing_files_and_their_definitions(repository):
-    (package,) = (path.parent for path in repository.glob("src/*/config.py"))
-    page = (repository / "docs/ranks.md").read_text("utf-8")
-    step = page.split("## One step\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (.+) \| (.*`.+) \|$", step, re.MULTILINE)
-    assert len(rows) > 12
-    for about, place in rows:
-        files = [package / name for name in re.findall(r"`(\S+\.py)`", place)]
-        text = "".join(file.read_text("utf-8") for file in files)
-        defined = re.findall(r"(?:class|def) (\w+)", text) + [file.stem for file in files]
-        assert set(re.findall(r"^`(\w+)`", about)) <= set(defined), about
-
-
 def test_the_page_on_extensions_adds_new_files_and_its_changes_fit_once(repository):
     page = (repository / "docs/extend.md").read_text("utf-8")
     files = re.findall(r"^`(\S+)`:\n\n```", page, re.MULTILINE)
