@@ -17,6 +17,9 @@ SLUG = "lockstep-gpt"
 MARKED = ("README.md", "docs/README.md", "pyproject.toml")
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table
+SETTINGS = "docs/settings.md"
+# The settings of an extra, up to the next section.
+OF_EXTRA = re.compile(r"\n## Extra `(\w+)`\n(?:(?!\n?## ).*\n)*")
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
 README = "{{cookiecutter.project_slug}}/README.md"
 FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
@@ -31,6 +34,8 @@ def new_content(name: str, content: bytes, answers: Answers) -> bytes:
         return content
     if name in MARKED:
         text = _chosen_lines(text, answers)
+    if name == SETTINGS:
+        text = OF_EXTRA.sub(lambda part: part[0] if part[1] in answers.extras else "", text)
     text = _renamed(text, answers)
     for pattern, line in EDITS.get(name, {}).items():
         text = _replaced_once(name, text, pattern, line(answers))
@@ -108,7 +113,7 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
         "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",
         "  entity: ": _entity_line,
     },
-    "docs/settings.md": {
+    SETTINGS: {
         r"\| `logger.wandb.project` ": lambda answers: (
             f"| `logger.wandb.project` | `{answers.wandb_project}` |  |"
         ),

@@ -30,7 +30,6 @@ TEMPLATE_ONLY = (
     "cookiecutter.json",
     "docs/first_run.png",
     "docs/lockstep.png",
-    "docs/recipe.md",
     "docs/speedrun.md",
     "hooks/",
     "scripts/benchmark.py",

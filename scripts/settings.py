@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/settings.md from the schema in config.py and the choices in configs/.
 
-The settings of an extra are on a page of their own, docs/NAME_settings.md.
+The settings of an extra are in a section at the end, which hooks/ cuts from projects without it.
 
 usage: python scripts/settings.py
 """
@@ -9,10 +9,10 @@ usage: python scripts/settings.py
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,7 +20,6 @@ from lockstep_gpt.config import MISSING, OPEN_GROUPS, Config, groups
 from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.data.data_settings import DataConfig, data_choices
 from lockstep_gpt.registry import installed
-from lockstep_gpt.run.directory import flat
 from lockstep_gpt.settings import Checked, as_typed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,40 +33,26 @@ SHARED = {
     "PathDocuments": "Text in files",
 }
 GROUPS = ("experiment", "model", "data", "optim")  # their choices set what the schema declares
-TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}
-TYPES |= {"dict": "values by name", "list": "list"}
 # Indentation, name, value, and comment of a line in our YAML files.
 LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
 HEAD = """\
 # Every setting
 
-`python scripts/settings.py` writes this page from `configs/` and `src/`.
-Run the script again after you change a setting there.
+A setting is an argument of a command (`optim.lr=1e-3`) or a line in `configs/`. A wrong value
+causes an error that names the allowed ones. `--cfg job` prints all values of a command. A preset,
+such as `model=gpt2`, is a file in `configs/`: it sets other defaults, and what has none here.
+"kept": a resumed run must have the same value.
 
-A setting is an argument of the command (`optim.lr=1e-3`) or a line in `configs/`.
-Presets change some defaults: `model=gpt2` uses `gpt2.yaml` in `configs/model/`.
-They also set all settings without a default, except `data.path`: some sources need that from you.
-"Kept on resume": a resumed run must have the same value.
-Add `--cfg job` to a command to print all its values.
+`python3 scripts/dev.py docs` writes this page. Run it after you change a setting.
 """
 CHOICES = """\
 ## Presets
-
-The presets of `experiment`, `model`, `data`, and `optim`, and what each sets.
 """
 OPEN = """\
-
 ## `callbacks`, `logger`, `strategy`, and `trainer`
 
-These presets name classes and list some of their arguments. Other arguments need a plus,
-as in `+trainer.profiler=simple`.
-"""
-
-
-EXTRA = """\
-# Settings of the extra `{name}`
-
-`python scripts/settings.py` writes this page, like that of [all other settings](settings.md).
+These presets name classes and some of their arguments. Others need a plus, as in
+`+trainer.profiler=simple`.
 """
 
 
@@ -86,32 +71,33 @@ class Part(NamedTuple):
 
 
 def main() -> int:
-    """Write the pages."""
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
-        print(path.relative_to(ROOT))
+    """Write the page."""
+    path = DOCS / "settings.md"
+    path.write_text(page(), encoding="utf-8")
+    print(path.relative_to(ROOT))
     return 0
 
 
-def pages() -> dict[Path, str]:
-    """Return each page of the reference as Markdown, by its file."""
+def page() -> str:
+    """Return the reference as Markdown: what every project has, then a section for each extra."""
     parts = list(all_parts())
-    core = [part.text for part in parts if part.extra is None]
-    written = {DOCS / "settings.md": "\n".join(core)}
+    sections = joined(part for part in parts if part.extra is None)
     for name in installed():
-        page_parts = [part.text.rstrip() + "\n" for part in parts if part.extra == name]
-        presets = "".join(text for text in page_parts if text.startswith("- "))
-        sections = [text for text in page_parts if not text.startswith("- ")]
-        if presets:
-            sections.append(f"## Presets\n\n{presets}")
-        if page_parts:
-            page = [EXTRA.format(name=name), *sections]
-            written[DOCS / f"{name}_settings.md"] = "\n".join(page)
-    return written
+        of_extra = joined(part for part in parts if part.extra == name)
+        if of_extra:
+            deeper = re.sub(r"^## ", "### ", of_extra, flags=re.MULTILINE)
+            sections += f"\n## Extra `{name}`\n\n{deeper}"
+    return sections
+
+
+def joined(parts: Iterable[Part]) -> str:
+    """Join parts with empty lines, but not the lines of a list."""
+    text = "\n".join(part.text for part in parts)
+    return re.sub(r"^(- .+\n)\n(?=- )", r"\1", text, flags=re.MULTILINE)
 
 
 def all_parts() -> Iterator[Part]:
-    """Yield the parts of all pages, in their order."""
+    """Yield the parts of the page, in their order."""
     yield Part(ROOT, HEAD)
     yield section("## The run", Config)
     for schema in groups().values():
@@ -127,12 +113,11 @@ def all_parts() -> Iterator[Part]:
         yield from open_choices(group)
 
 
-def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
+def section(heading: str, schema: type[Checked], introduction: str = "") -> Part:
     """Return a heading, what a class is for, and the settings that it adds to its bases."""
-    introduction = "" if about(schema) in heading else f"{about(schema)}."
-    text = "".join(f"\n{line}\n" for line in [f"{introduction} {bases}".strip()] if line)
+    text = f"\n{introduction or f'{about(schema)}.'}\n"
     rows = [setting_row(schema, item) for item in own_fields(schema)]
-    table = table_of(("setting", "type", "default", "meaning"), rows) if rows else ""
+    table = table_of(("setting", "default", "meaning"), rows) if rows else ""
     file = ROOT / "src" / Path(*schema.__module__.split(".")).with_suffix(".py")
     return Part(file, f"{heading}\n{text}{table}")
 
@@ -158,49 +143,40 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
     if item.default_factory is not dataclasses.MISSING:
         default_value = item.default_factory()
     default = "" if default_value is MISSING else f"`{as_typed(default_value)}`"
-    means = item.metadata["meaning"]
-    means += "; kept on resume" * ((item.metadata["on_resume"] or schema.on_resume) == "kept")
-    return f"`{name}`", values_of(schema, item), default.replace("``", ""), means
+    choices = ", ".join(f"`{choice}`" for choice in item.metadata["choices"] or ())
+    means = f"{choices}: {item.metadata['meaning']}".removeprefix(": ")
+    means += "; kept" * ((item.metadata["on_resume"] or schema.on_resume) == "kept")
+    return f"`{name}`", default.replace("``", ""), means
 
 
-def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
-    """Describe which values a setting accepts."""
-    hint = get_type_hints(schema)[item.name]
-    kinds = [hint.__name__] if isinstance(hint, type) else str(hint).split(" | ")
-    limits = " and ".join(
-        f"{rule.replace('_', ' ')} {limit}" for rule, limit in item.metadata["limits"].items()
-    )
-    chosen = ", ".join(f"`{choice}`" for choice in item.metadata["choices"] or ())
-    types = [TYPES[kind.partition("[")[0]] for kind in kinds if kind != "None"]
-    values = chosen or f"{'; or '.join(types)} {limits}".rstrip()
-    return f"{values}; or null" if "None" in kinds else values
-
-
-def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table_of(names: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """Format a table, which begins with an empty line."""
-    names = tuple(head)
-    lines = [" | ".join(cells) for cells in (names, ["---"] * len(names), *rows)]
-    return "".join(["\n", *(f"| {line} |\n" for line in lines)])
+    head, *body = (f"| {' | '.join(cells)} |\n" for cells in (names, *rows))
+    return "".join(["\n", head, f"|{'---|' * len(names)}\n", *body])
 
 
 def data_sections() -> Iterator[Part]:
     """Yield a section for each data source, after those for what several have in common."""
-    names = {schema: f"### `data={name}`" for name, schema in data_choices().items()}
+    names = {schema: name for name, schema in data_choices().items()}
+    files = yaml_files("data")
     written: set[type[Any]] = set()
     for source in names:
         for schema in reversed(source.__mro__):
             is_new = issubclass(schema, DataConfig) and schema not in written
-            if is_new and (schema in names or any(own_fields(schema))):
-                written.add(schema)
-                heading = names.get(schema) or f"### {SHARED[schema.__name__]}"
-                yield section(heading, schema, also(schema))
+            if is_new and schema in names:
+                text = header(files[names[schema]]) or f"{about(schema)}."
+                yield section(f"### `data={names[schema]}`", schema, f"{text} {also(schema)}")
+            elif is_new and any(own_fields(schema)):
+                text = f"{about(schema)}. {also(schema)}".strip()
+                yield section(f"### {SHARED[schema.__name__]}", schema, text)
+            written.add(schema)
 
 
 def also(schema: type[Any]) -> str:
     """Say which other settings a source accepts: those of the nearest class that has some."""
     for base in schema.__mro__[1:]:
         if base.__name__ in SHARED:
-            return f"Also accepts the settings of {SHARED[base.__name__].lower()}."
+            return f"Also the settings of {SHARED[base.__name__].lower()}."
     return ""
 
 
@@ -210,11 +186,11 @@ def about(schema: type[Any] | None) -> str:
 
 
 def choices(group: str) -> Iterator[Part]:
-    """Yield each choice of a group and the settings that it makes."""
+    """Yield each choice of a group, with a link to the file that has its settings."""
     for file in yaml_files(group).values():
-        sets = " ".join(f"`{word}`" for word in settings_in(file))
-        text = f"`{group}={file.stem}`: {header(file)}"
-        yield Part(file, f"- {text}\n  {sets}" if sets else f"- {text}")
+        if group != "data" or file.stem not in data_choices():  # which have sections
+            place = file.relative_to(ROOT).as_posix()
+            yield Part(file, f"- [`{group}={file.stem}`](../{place}): {header(file)}\n")
 
 
 def header(file: Path) -> str:
@@ -224,32 +200,17 @@ def header(file: Path) -> str:
     return " ".join(line.removeprefix("# ").strip() for line in comment)
 
 
-def settings_in(file: Path) -> Iterator[str]:
-    """Yield a YAML file's settings as overrides, with its choices of groups first."""
-    content = yaml.safe_load(file.read_text("utf-8")) or {}
-    for entry in content.pop("defaults", []):
-        if isinstance(entry, dict):
-            ((group, choice),) = entry.items()
-            if not group.startswith("optional "):  # what an extra may add
-                yield f"{group.removeprefix('override /')}={choice}"
-    is_whole = "@package _global_" in file.read_text("utf-8")
-    group = "" if is_whole else f"{file.parent.name}."
-    yield from (f"{name}={as_typed(value)}" for name, value in flat(content, group))
-
-
 def open_choices(group: str) -> Iterator[Part]:
     """Yield a section for each choice of an open group, with the settings in its file."""
     for file in yaml_files(group).values():
-        known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
-        base = f" Also accepts settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
-        about = f"{header(file)}{base}".strip() or "The default choice."
-        yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
-
-
-def table_in(file: Path, group: str) -> str:
-    """Format the settings in a YAML file as a table; an empty string if there are none."""
-    rows = list(listed(file, group))
-    return table_of(("setting", "default", "meaning"), rows) if rows else ""
+        (base,) = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])[:1]
+        about = header(file) or "The default choice."
+        rows = list(listed(file, group))
+        if base != "_self_":
+            about += f" Also the settings of `{group}={base}`."
+            rows = [row for row in rows if row[-1]]  # without those of the base
+        table = table_of(("setting", "default", "meaning"), rows) if rows else ""
+        yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table}")
 
 
 def listed(file: Path, group: str) -> Iterator[tuple[str, ...]]:

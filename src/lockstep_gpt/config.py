@@ -63,7 +63,7 @@ class Config(Checked):
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "device's dense peak TFLOPS, for throughput/mfu; null: from a table of GPUs", None, above=0
+        "device's dense peak TFLOPS, for throughput/mfu; null: looked up", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)

@@ -18,17 +18,14 @@ ROOT = Path(__file__).parents[2]
 # pages: they may show any commands.
 OF_TEMPLATE = (
     "README.md",
-    "docs/communication.md",
+    "docs/devices.md",
     "docs/kubernetes.md",
     "docs/own_data.md",
-    "docs/parallelism.md",
     "docs/ranks.md",
     "docs/resume.md",
-    "docs/scaling.md",
     "docs/slurm.md",
     "docs/sweeps.md",
     "docs/troubleshooting.md",
-    "docs/torch_builds.md",
     "docs/update.md",
     "docs/wandb.md",
 )
@@ -101,7 +98,7 @@ HERE = [
     if line.startswith("lockstep-gpt ") and line not in COMPOSED
 ]
 STARTS = ("lockstep-gpt ", "torchrun ")
-RECEIPT_PAGES = [page for page in ("docs/tutorial.md", "docs/scaling.md") if page in PAGES]
+RECEIPT_PAGES = [page for page in ("docs/tutorial.md", "docs/devices.md") if page in PAGES]
 # The page whose test runs a command: its first one, but those with receipts come before others.
 RUN_FOR: dict[str, str] = {}
 for page, line in sorted(HERE, key=lambda each: each[0] not in RECEIPT_PAGES):

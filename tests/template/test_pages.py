@@ -152,22 +152,26 @@ def test_links_lead_to_existing_files(repository):
         assert [link for link in files if not (page.parent / link).exists()] == [], page.name
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def test_links_lead_to_existing_headings(repository):
+    gone = []
+    for page in pages_of(repository):
+        for name, anchor in re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text("utf-8")):
+            target = page.parent / name if name else page
+            if anchor not in anchors_of(target):
+                gone.append(f"{page.name}: {name}#{anchor}")
+    assert gone == []
+
+
 def test_every_page_is_in_the_index(repository):
     index = (repository / "docs/README.md").read_text("utf-8")
     names = {path.name for path in (repository / "docs").glob("*.md")} - {"README.md"}
     assert {name for name in names if f"]({name})" not in index} == set()
-
-
-def test_the_page_of_a_step_names_existing_files_and_their_definitions(repository):
-    (package,) = (path.parent for path in repository.glob("src/*/config.py"))
-    page = (repository / "docs/a_step.md").read_text("utf-8")
-    rows = re.findall(r"^\| (.+) \| (.*`.+) \|$", page, re.MULTILINE)
-    assert len(rows) > 15
-    for about, place in rows:
-        files = [package / name for name in re.findall(r"`(\S+\.py)`", place)]
-        text = "".join(file.read_text("utf-8") for file in files)
-        defined = re.findall(r"(?:class|def) (\w+)", text) + [file.stem for file in files]
-        assert set(re.findall(r"^`(\w+)`", about)) <= set(defined), about
 
 
 def test_the_page_on_extensions_adds_new_files_and_its_changes_fit_once(repository):

@@ -14,11 +14,11 @@ class LaunchConfig(Checked):
     on_resume: ClassVar[str] = "machine"
     inline: bool = setting("run the only rank in the parent process, for a debugger", False)
     keep_memory: bool = setting(
-        "keep freed memory for the next step: faster on CPUs, but uses more memory", True
+        "keep freed memory for the next step: faster on CPUs, more memory", True
     )
     max_restarts: int = setting("how many times ranks restart after a kill", 3, at_least=0)
     grace_seconds: float = setting(
-        "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
+        "seconds for ranks to save after a signal, before they are killed", 60.0, above=0
     )
     node_rank: int = setting(
         "number of this machine, from 0 to trainer.num_nodes - 1", 0, at_least=0
@@ -28,6 +28,6 @@ class LaunchConfig(Checked):
         "continue with at least this many machines; null: trainer.num_nodes", None, at_least=1
     )
     join_seconds: float = setting(
-        "longest wait for the other machines, or for the other ranks of a launcher", 300.0, above=0
+        "longest wait for other machines, or for a launcher's ranks", 300.0, above=0
     )
     lost_seconds: float = setting("silence after which a machine counts as lost", 15.0, above=0)

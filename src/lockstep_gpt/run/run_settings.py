@@ -16,14 +16,12 @@ class CheckpointConfig(Checked):
     )
     keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
     keep_best: int = setting(
-        "how many of the best checkpoints to keep, by val/loss; a validation among the best saves "
-        "if at least checkpoint.every steps have passed since the last validation that did",
+        "how many of the best checkpoints to keep, by val/loss; saved at most once in "
+        "checkpoint.every steps",
         1,
         at_least=0,
     )
-    background: bool = setting(
-        "copy the state in memory, and write the copy while training continues", False
-    )
+    background: bool = setting("write a copy of the state while training continues", False)
     copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)
     memory: int | str | bool = setting(
         "also keep the newest state in each machine's memory, from which killed ranks continue: "
@@ -45,12 +43,12 @@ class GuardConfig(Checked):
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
-        "non-finite updates to skip before failing (in 16-mixed: only those at loss scale <= 1)",
+        "non-finite updates to skip before failing (in 16-mixed: at loss scale <= 1)",
         0,
         at_least=0,
     )
     replicas_every: int | None = setting(
-        "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
+        "steps between comparisons of the ranks' weights; null: only at saves", 500, at_least=1
     )
     trace: bool = setting(
         "write sums of the bits of each step's tokens, losses, gradients, and weights to "
@@ -64,7 +62,9 @@ class GuardConfig(Checked):
         at_least=1,
     )
     stall_after: float | None = setting(
-        "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
+        "seconds without a step until ranks show their stacks and the run ends; null: no limit",
+        1800.0,
+        above=0,
     )
     tracker_seconds: float = setting(
         "seconds for a call of a tracker, such as wandb, until the run goes on without it; at most "

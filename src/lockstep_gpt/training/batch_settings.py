@@ -15,21 +15,21 @@ class BatchConfig(Checked):
         "samples per device and micro-batch; null: a device's part of global_size", None, at_least=1
     )
     global_size: int | None = setting(
-        "samples per optimizer step on all devices; null: micro_size x devices at the first start",
+        "samples per optimizer step; null: micro_size x devices at the first start",
         None,
         on_resume="kept",
         at_least=1,
     )
     reference_size: int = setting("global batch for which optim.lr was tuned", 12, at_least=1)
     exact_micro_size: int | None = setting(
-        "samples of a micro-batch, for bitwise equal results on any number of devices; null: "
-        "equal up to rounding",
+        "samples per micro-batch, for equal bits on any number of devices; null: equal up to "
+        "rounding",
         None,
         on_resume="kept",
         at_least=1,
     )
     exact_threads: int = setting(
-        "CPU threads per rank with exact_micro_size; other numbers round differently",
+        "CPU threads per rank with exact_micro_size",
         1,
         on_resume="kept",
         at_least=1,

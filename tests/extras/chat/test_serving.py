@@ -403,13 +403,13 @@ def test_the_official_client_chats_completes_and_streams(server, expected):
 
 @needs_openai
 def test_the_code_of_the_page_of_documentation_runs(started, endless_chat_run, capsys):
-    page = ROOT / "docs/chat_serving.md"
+    page = ROOT / "docs/chat.md"
     if not page.is_file():
-        pytest.skip("no docs/chat_serving.md here")
+        pytest.skip("no docs/chat.md here")
     server = started(endless_chat_run, "--longest", "20")
     text = page.read_text("utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(compile(code.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
+    _, code = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(code.replace("http://127.0.0.1:8000", server.url), "chat.md", "exec"), {})
     assert capsys.readouterr().out
 
 

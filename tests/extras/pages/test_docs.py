@@ -1,4 +1,4 @@
-"""The documentation pages: their commands run, and their tables are true."""
+"""The documentation page: its commands run, and its tables are true."""
 
 import inspect
 import re
@@ -12,23 +12,16 @@ from lockstep_gpt.extras.pages.panel import panel_page
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 from lockstep_gpt.whole_files import write_output
 
-ROOT = Path(__file__).parents[3]
-NAMES = ("pages_report", "pages_panel")
-lost = [name for name in NAMES if not (ROOT / f"docs/{name}.md").is_file()]
-if lost:
-    pytest.skip(f"no docs/{lost[0]}.md here", allow_module_level=True)
-PAGE = (ROOT / "docs/pages_panel.md").read_text(encoding="utf-8")
-MADE = {"pages_report": "comparison.html", "pages_panel": "runs/seen/panel.html"}
+FILE = Path(__file__).parents[3] / "docs/pages.md"
+if not FILE.is_file():
+    pytest.skip("no docs/pages.md here", allow_module_level=True)
+PAGE = FILE.read_text(encoding="utf-8")
+MADE = ("comparison.html", "runs/seen/panel.html")
 
 
-def text_of(name):
-    return (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_run_one_after_the_other(name, command, finished):
+def test_commands_run_one_after_the_other(command, finished):
     short = [f"data.root={command.data_root}", "callbacks.sample.length=9"]
-    for line in re.findall(r"^lockstep-gpt (.+)$", text_of(name), flags=re.MULTILINE):
+    for line in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE):
         if line == "train experiment=smoke run_dir=runs/example":
             # The README's first run: all tests share it.
             shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/example")
@@ -36,7 +29,7 @@ def test_commands_run_one_after_the_other(name, command, finished):
             command(*shlex.split(line), *short)
         else:
             command(*shlex.split(line))
-    assert (command.folder / MADE[name]).stat().st_size > 20_000
+    assert all((command.folder / name).stat().st_size > 20_000 for name in MADE)
 
 
 def test_settings_and_defaults_are_those_of_the_callback():
@@ -52,12 +45,12 @@ def test_keys_are_those_of_the_page(show, recorded, tmp_path):
     write_output(tmp_path / "panel.html", panel_page(recorded[0]))
     footer = show(tmp_path / "panel.html").locator("footer kbd").all_inner_texts()
     keys = re.findall(
-        r"^\| ([^|]+) \| [^|]+ \|$", PAGE.split("| key |")[1].split("##")[0], re.MULTILINE
+        r"^\| ([^|]+) \| [^|]+ \|$", PAGE.split("| key |")[1].split("| setting")[0], re.MULTILINE
     )
     assert " ".join(keys).replace(" to ", " ").split() == footer
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_picture_is_there_and_small(name):
-    picture = ROOT / "docs" / re.findall(r"!\[.+\]\((.+)\)", text_of(name))[0]
-    assert 10_000 < picture.stat().st_size < 150_000
+def test_the_pictures_are_there_and_small():
+    pictures = re.findall(r"!\[.+\]\((.+)\)", PAGE)
+    assert len(pictures) == len(MADE)
+    assert all(10_000 < (FILE.parent / name).stat().st_size < 150_000 for name in pictures)

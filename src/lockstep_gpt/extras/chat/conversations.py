@@ -54,7 +54,7 @@ class Conversations(Source):
         "bytes",
     )
     longest: int | None = setting(
-        "maximum tokens per conversation; longer ones are cut at the end; null: no limit",
+        "tokens per conversation at most; the rest is cut; null: no limit",
         None,
         at_least=16,
     )

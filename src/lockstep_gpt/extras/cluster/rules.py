@@ -2,7 +2,7 @@
 
 The size counts the weights of the blocks, by which every token is multiplied (Kaplan et al. 2020,
 section 2.1). The embeddings, most of all those of n-grams, have more weights, but a token reads
-only a few of their rows. docs/cluster_sizes.md gives the source of each number.
+only a few of their rows. docs/cluster.md gives the source of each number.
 """
 
 import math

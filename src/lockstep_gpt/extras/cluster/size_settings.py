@@ -14,13 +14,11 @@ class SizeSettings(ExtraSettings):
     node: ClassVar[str] = "size"
     on_resume: ClassVar[str] = "kept"
     weights: str | None = setting(
-        "number of block weights, such as 300k or 1M, from which model=auto derives other "
-        "settings; null: derive none",
+        "weights in the blocks, such as 300k or 1M, from which model=auto derives other settings",
         None,
     )
     law: str | None = setting(
-        "file that the command size_law has written, for predicting the loss; null: the project's "
-        "own fit",
+        "file of the command size_law, to predict the loss; null: our own fit",
         None,
         on_resume="free",
     )

@@ -12,4 +12,7 @@ class WarmSettings(ExtraSettings):
 
     node: ClassVar[str] = "warm"
     on_resume: ClassVar[str] = "machine"
-    enabled: bool | None = setting("import once and fork all ranks; null: where possible", None)
+    enabled: bool | None = setting(
+        "import once and fork all ranks (Linux; not under torchrun or srun); null: where possible",
+        None,
+    )
