@@ -17,7 +17,8 @@ from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
-from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
+from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError, make_folder
+from lockstep_gpt.run.memory_room import refuse_little_room
 from lockstep_gpt.run.memory_turns import MemoryTurns
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
@@ -69,6 +70,8 @@ class StateInMemory(StepCallback, Checkpoint):
             return
         kept = resumed if isinstance(resumed, KeptState) else None
         try:
+            if setting == "auto":
+                refuse_little_room(make_folder(self.writer.identity), 2 * size)
             self.writer.start(size, kept)
         except SharedMemoryError as error:
             self.line = f"off: {error}"
