@@ -17,7 +17,8 @@ from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
-from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
+from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError, make_folder
+from lockstep_gpt.run.memory_room import refuse_little_room
 from lockstep_gpt.run.memory_turns import MemoryTurns
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
@@ -87,6 +88,8 @@ class StateInMemory(StepCallback, Checkpoint):
             self._size = -(-self._size // self.ranks.world_size)
         fault = None
         try:
+            if self.config.checkpoint.memory == "auto":
+                refuse_little_room(make_folder(writer.identity), 2 * self._size)
             writer.start(self._size, kept)
         except SharedMemoryError as error:
             fault = str(error)
