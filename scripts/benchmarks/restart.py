@@ -1,0 +1,278 @@
+"""The time from `kill -9` of a rank to the run's next new step, part by part.
+
+usage: python scripts/benchmarks/restart.py [--kills 12] [--only warm] [SETTING=VALUE ...]
+
+Kills random ranks of one run of two at random moments: the model of quickstart, which tracks to
+wandb offline. A new step is one that no rank had computed before the kill. Each process notes the
+clock when it enters or leaves a few functions for the first time (`MARKS`); nothing is measured
+otherwise. Prints a table of medians, in seconds, and the median and largest total.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from process_tree import tree, wait_for, words_of
+
+RANKS = 2
+TRAIN = [
+    "-m",
+    "lockstep_gpt",
+    "train",
+    "experiment=quickstart",
+    "trainer=cpu",
+    f"trainer.devices={RANKS}",
+    "strategy=ddp",
+    "max_steps=100000",
+    "callbacks=[]",
+    "launch.max_restarts=999",
+    "+callbacks.steps._target_=restart_steps.Steps",
+]
+LAUNCHES = {"warm": [], "cold": ["warm.enabled=false"]}
+# What each part ends with: a function, entered (>) or left (<), or the end of a step.
+PARTS = {
+    "the agent has noticed": ">_end_others",
+    "the other ranks have ended": "<_end_others",
+    "agents have met": ">_start_workers",
+    "a process has started": ">run_rank",
+    "imports, the lock, configuration": ">assemble",
+    "ranks have joined": "<join",
+    "data": "<build_data",
+    "model": "<GPTModule",
+    "which state to resume": "<state_to_resume",
+    "loggers": "<build_loggers",
+    "Trainer": "<build_trainer",
+    "receipt": ">fit",
+    "Lightning's setup": ">load_checkpoint",
+    "the state is read": "<load_checkpoint",
+    "the state is loaded": ">on_train_start",
+    "the first batch": ">training_step",
+    "the first step": "step",
+    "steps computed again": "new step",
+}
+# The module `restart_marks`: it lets functions note the clock, once they are imported.
+MARKS = """\
+import importlib.machinery
+import os
+import sys
+import time
+
+PLACES = {
+    "lockstep_gpt.launch.agent": ["RankAgent._end_others", "RankAgent._start_workers"],
+    "lockstep_gpt.extras.warm.forking_agent": ["WarmAgent._start_workers"],
+    "lockstep_gpt.launch.rank_program": ["run_rank"],
+    "lockstep_gpt.training.train": [
+        "assemble",
+        "join",
+        "build_data",
+        "GPTModule",
+        "state_to_resume",
+        "build_loggers",
+        "build_trainer",
+        "fit",
+    ],
+    "lockstep_gpt.training.module": ["GPTModule.training_step"],
+    "lockstep_gpt.run.callbacks.checkpoints": ["AtomicCheckpointIO.load_checkpoint"],
+    "lockstep_gpt.run.callbacks.step": ["StepCallback.on_train_start"],
+}
+noted = set()
+
+
+def note(event, step=0):
+    key = (os.getpid(), event)
+    is_rank = "RANK" in os.environ  # an agent sees several restarts
+    if key in noted and is_rank and step == 0:
+        return
+    noted.add(key)
+    line = f"{time.time():.6f} {event} {step}\\n"
+    file = os.open(os.environ["MARKS_FILE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, line.encode())
+    os.close(file)
+
+
+def marked(function, name):
+    def call(*positional, **named):
+        note(f">{name}")
+        try:
+            return function(*positional, **named)
+        finally:
+            note(f"<{name}")
+
+    return call
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name not in PLACES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def execute_and_mark(module):
+            execute(module)
+            for place in PLACES[name]:
+                owner, _, attribute = place.rpartition(".")
+                holder = getattr(module, owner) if owner else module
+                setattr(holder, attribute, marked(getattr(holder, attribute), attribute))
+
+        spec.loader.exec_module = execute_and_mark
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+"""
+# A callback that notes each step of rank 0.
+STEPS = """\
+import lightning
+from restart_marks import note
+
+
+class Steps(lightning.Callback):
+    seen = 0
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step > self.seen and trainer.is_global_zero:
+            self.seen = trainer.global_step
+            note("step", self.seen)
+"""
+
+
+class Mark(NamedTuple):
+    """What a process has noted."""
+
+    at: float  # seconds since 1970
+    event: str  # >FUNCTION, <FUNCTION, or `step`
+    step: int  # 0 of a function
+
+
+class Recovery(NamedTuple):
+    """What the processes noted after the death of a rank."""
+
+    struck_at: float  # seconds since 1970
+    before: int  # the newest step of all attempts before
+    marks: list[Mark]  # until the next death; steps only of the new ranks
+
+    def is_complete(self) -> bool:
+        """Return whether there is a new step."""
+        return any(mark.step > self.before for mark in self.marks)
+
+    def seconds(self) -> dict[str, float]:
+        """Return part -> seconds; the last rank that gets there counts."""
+        ends: dict[str, float] = {}
+        for mark in self.marks:
+            if mark.step == 0:
+                ends[mark.event] = max(mark.at, ends.get(mark.event, 0))
+        steps = [mark for mark in self.marks if mark.step]
+        ends["step"] = steps[0].at
+        ends["new step"] = next(mark.at for mark in steps if mark.step > self.before)
+        parts = {}
+        at = self.struck_at
+        for part, event in PARTS.items():
+            end = max(at, ends.get(event, at))  # without a state to read, there is no such call
+            parts[part] = end - at
+            at = end
+        return parts
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--kills", type=int, default=12, help="of each launch (default: 12)")
+    parser.add_argument("--seed", type=int, default=1, help="of the random kills")
+    parser.add_argument("--only", choices=LAUNCHES, help="one way to start ranks")
+    options, settings = parser.parse_known_args()
+    columns = {}
+    for launch in [options.only] if options.only else LAUNCHES:
+        with tempfile.TemporaryDirectory(prefix="restart-") as folder:
+            run = MarkedRun(Path(folder), [*LAUNCHES[launch], *settings])
+            recoveries = run.hurt(options.kills, random.Random(options.seed))
+        columns[launch] = [recovery.seconds() for recovery in recoveries]
+    print(f"{'':36}" + "".join(f"{launch:>9}" for launch in columns))
+    for part in PARTS:
+        medians = (statistics.median(row[part] for row in rows) for rows in columns.values())
+        print(f"{part:36}" + "".join(f"{median:9.3f}" for median in medians))
+    for name, figure in {"median": statistics.median, "largest": max}.items():
+        totals = (figure(sum(row.values()) for row in rows) for rows in columns.values())
+        print(f"{name + ' of the sum':36}" + "".join(f"{total:9.3f}" for total in totals))
+    return 0
+
+
+class MarkedRun:
+    """A run below `folder` whose processes note the clock."""
+
+    def __init__(self, folder: Path, settings: list[str]) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._file = folder / "marks"
+
+    def hurt(self, count: int, chance: random.Random) -> list[Recovery]:
+        """Train; kill random ranks at random moments after new steps."""
+        process = self._start()
+        struck = [0.0]
+
+        def has_recovered() -> bool:
+            return process.poll() is not None or self._recovery(struck[-1]).is_complete()
+
+        try:
+            for _ in range(count):
+                wait_for(has_recovered)
+                time.sleep(chance.uniform(1, 3))
+                assert process.poll() is None, (self._folder / "output").read_text()[-2000:]
+                ranks = [pid for pid in tree(process.pid) if "rank_program" in words_of(pid)]
+                struck.append(time.time())
+                os.kill(chance.choice(ranks), signal.SIGKILL)
+            wait_for(has_recovered)
+        finally:
+            process.kill()
+            process.wait()
+        ends = [*struck[2:], math.inf]
+        return [self._recovery(*times) for times in zip(struck[1:], ends, strict=True)]
+
+    def _recovery(self, struck_at: float, end: float = math.inf) -> Recovery:
+        marks = self._marks()
+        starts = (mark.at for mark in marks if mark.at > struck_at and mark.event == ">fit")
+        restarted_at = min(starts, default=math.inf)  # until then, old ranks may end a step
+        before = max((mark.step for mark in marks if mark.at < restarted_at), default=0)
+        following = [mark for mark in marks if struck_at < mark.at < end]
+        marks = [mark for mark in following if mark.step == 0 or mark.at > restarted_at]
+        return Recovery(struck_at, before, marks)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        (self._folder / "restart_marks.py").write_text(MARKS)
+        (self._folder / "restart_steps.py").write_text(STEPS)
+        (self._folder / "sitecustomize.py").write_text("import restart_marks\n")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self._folder),
+            "MARKS_FILE": str(self._file),
+            "WANDB_MODE": "offline",
+            "OMP_NUM_THREADS": "1",
+        }
+        words = [*TRAIN, *self._settings, f"run_dir={self._folder / 'run'}"]
+        with (self._folder / "output").open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, *words], env=environment, stdout=output, stderr=output
+            )
+
+    def _marks(self) -> list[Mark]:
+        if not self._file.exists():
+            return []
+        lines = self._file.read_text().rpartition("\n")[0].splitlines()
+        fields = (line.split() for line in lines)
+        return [Mark(float(at), event, int(step)) for at, event, step in fields]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
