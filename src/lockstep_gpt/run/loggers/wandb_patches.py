@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import wandb
+import wandb.sdk.launch.inputs.internal  # `wandb.init` would import it, which takes a second
 
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 

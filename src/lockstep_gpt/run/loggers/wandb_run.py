@@ -149,6 +149,14 @@ class WandbRun(WandbLogger, TrackedRun):
         run.finish(exit_code=0 if status in ENDED_WELL else 1)
 
     @staticmethod
+    def prepare_start(mode: str = "auto", **_: Any) -> None:
+        """Start wandb's process, for which `wandb.init` would wait."""
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE", mode)
+        if mode != "disabled":
+            wandb.setup(wandb.Settings(silent=True))
+
+    @staticmethod
     def abandon(directory: RunDirectory) -> str:
         """End wandb's process, and return the command that uploads what this run's has written."""
         kill_service()
