@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class RunDirectory:
         self.overrides = path / "overrides.log"  # what each resume changed
         self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
         self.saved = path / ".saved"  # exists once there has been a checkpoint
+        self.name_in_memory = path / ".token"  # of its states in memory; no other run has it
         self.rank_logs = path / "ranks"  # what ranks other than 0 printed, if they failed
         self._reported: set[Path] = set()  # damaged files that only inform
 
@@ -67,7 +69,12 @@ class RunDirectory:
 
     def refuse_if_used(self) -> None:
         """Raise a `UserError` if it contains more than a process that was killed early leaves."""
-        leftovers = {self.lock.path.name, f".{self.config.name}.tmp"}
+        leftovers = {
+            self.lock.path.name,
+            f".{self.config.name}.tmp",
+            self.name_in_memory.name,
+            f".{self.name_in_memory.name}.tmp",
+        }
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -84,11 +91,25 @@ class RunDirectory:
         self.refuse_if_used()
         with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
-            # Atomically: other machines wait for it.
+            self._name_in_memory()
+            # Atomically, and last: other machines wait for it.
             replace_text(self.config, frozen_text(values))
+
+    def _name_in_memory(self) -> None:
+        replace_text(self.name_in_memory, f"{secrets.token_hex(8)}\n")
+
+    def token(self) -> str | None:
+        """Return the name that the run's states in memory have; None if there is none."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            token = self.name_in_memory.read_text(encoding="ascii").strip()
+            if token.isalnum():  # it becomes part of a path
+                return token
+        return None
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
+        if self.token() is None:  # an earlier version created the run
+            self._name_in_memory()
         replace_text(self.config, frozen_text(values))
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still reports it
 

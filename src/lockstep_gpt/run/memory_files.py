@@ -1,0 +1,267 @@
+"""States of a run in shared memory: whose they are, and which are complete; torch isn't imported.
+
+A file has a header of `HEADER_BYTES`, then the numbers of all tensors, then the containers around
+them. The header is written last and cleared first, so what a killed process leaves is no state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import stat
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.run.directory import RunDirectory
+
+SHARED_MEMORY = Path("/dev/shm")  # Linux's file system in memory; other systems have none
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LOCK = ".lock"  # the end of the name of a file that a writer locks while it lives
+FORMAT = 1
+HEADER_BYTES = 1 << 15  # a path of 4,096 characters fits, also if each is escaped
+SEAL_BYTES = 32  # the header's SHA-256, which comes first
+BLOCK_BYTES = 1 << 16  # whose words are added up for the digest
+
+
+class SharedMemoryError(Exception):
+    """Why a state isn't kept in memory, or can't be read there, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose states these are: another run, a copied directory, or another boot has none of them.
+
+    Args:
+        token: random, in the run's directory since it was created.
+        run: the real path of that directory.
+        boot: the kernel's name for the time since the machine started.
+    """
+
+    token: str
+    run: str
+    boot: str
+
+    @classmethod
+    def of(cls, directory: Path, token: str) -> Self:
+        """Return the identity of the run in `directory`, on this machine."""
+        boot = ""
+        with contextlib.suppress(OSError):
+            boot = BOOT_ID.read_text().strip()
+        return cls(token, os.path.realpath(directory), boot)
+
+    @property
+    def folder(self) -> Path:
+        """Where this user's states of the run are."""
+        return SHARED_MEMORY / f"{_prefix()}{self.token}"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a complete state says.
+
+    Args:
+        identity: of the run.
+        step: the optimizer step after which it was taken.
+        containers_at: where the containers begin, counted from the end of the header.
+        size: bytes after the header.
+        digest: of these bytes, see `digest_of`.
+        part: which part of the state it is; empty: all of it.
+    """
+
+    identity: Identity
+    step: int
+    containers_at: int
+    size: int
+    digest: str
+    part: dict[str, int] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """Return the bytes of the header, with its seal."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}).encode()
+        return hashlib.sha256(text).digest() + text
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Self | None:
+        """Return the header in `packed`; None if it isn't sealed, or of another version."""
+        text = packed[SEAL_BYTES:].rstrip(b"\0")
+        if hashlib.sha256(text).digest() != packed[:SEAL_BYTES]:
+            return None
+        values = json.loads(text)
+        if values.pop("format") != FORMAT:
+            return None
+        identity = Identity(**values.pop("identity"))
+        return cls(identity, **values)
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A complete state in a file."""
+
+    path: Path
+    header: Header
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which it was taken."""
+        return self.header.step
+
+
+def identity_of(directory: RunDirectory) -> Identity | None:
+    """Return the identity of a run on this machine; None if an earlier version created it."""
+    token = directory.token()
+    if token is None:
+        return None
+    return Identity.of(directory.path, token)
+
+
+def digest_of(content: Any, containers_at: int) -> str:
+    """Return a digest of a state's bytes after the header, in a tenth of the time of SHA-256's.
+
+    It is the SHA-256 of the sums of all blocks' words, and of the containers. So a change anywhere
+    is seen, unless several changes in one block of 64 KiB cancel out to the last of 64 bits.
+
+    Args:
+        content: the bytes, as a buffer.
+        containers_at: where the tensors end, a multiple of 8.
+    """
+    import numpy as np
+
+    words = np.frombuffer(content, np.uint64, containers_at // 8)
+    starts = np.arange(0, len(words), BLOCK_BYTES // 8)
+    digest = hashlib.sha256(np.add.reduceat(words, starts).tobytes() if len(words) else b"")
+    digest.update(memoryview(content)[containers_at:])
+    return digest.hexdigest()
+
+
+def states_in(identity: Identity) -> list[KeptState]:
+    """Return the complete states of the run in this machine's memory, the newest first.
+
+    Their bytes aren't verified yet.
+
+    Raises:
+        SharedMemoryError: the folder isn't this user's alone.
+    """
+    folder = identity.folder
+    if not folder.is_dir():
+        return []
+    refuse_foreign(folder)
+    states = [
+        KeptState(path, header)
+        for path, header in _headers_in(folder).items()
+        if header.identity == identity
+    ]
+    return sorted(states, key=lambda state: state.step, reverse=True)
+
+
+def _headers_in(folder: Path) -> dict[Path, Header]:
+    """Return the header of each complete state."""
+    headers = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError), path.open("rb") as file:  # else removed meanwhile
+            header = Header.unpack(file.read(HEADER_BYTES))
+            if header is not None:
+                headers[path] = header
+    return headers
+
+
+def make_folder(identity: Identity) -> Path:
+    """Return the folder for the run's states, which only this user can open; make it if needed.
+
+    Raises:
+        SharedMemoryError: there is no shared memory, or the folder is somebody else's.
+    """
+    folder = identity.folder
+    if not SHARED_MEMORY.is_dir():
+        raise SharedMemoryError(f"there is no {SHARED_MEMORY}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise SharedMemoryError(f"{folder} cannot be made ({error.strerror})") from None
+    refuse_foreign(folder)
+    return folder
+
+
+def claim_name(folder: Path) -> tuple[str, BinaryIO]:
+    """Return a name for a writer's files that no living process has, and what keeps it.
+
+    Usually it is `0`. Machines that share their memory, such as containers, have different ones.
+
+    Raises:
+        SharedMemoryError: the folder is gone or not writable.
+    """
+    for number in itertools.count():
+        name = str(number)
+        try:
+            lock = (folder / f"{name}{LOCK}").open("ab")
+        except OSError as error:
+            raise SharedMemoryError(f"{folder} cannot be written ({error.strerror})") from None
+        if _take(lock):
+            return name, lock
+        lock.close()
+    raise AssertionError("there is always another number")
+
+
+def _take(lock: BinaryIO) -> bool:
+    """Lock a file until this process ends; return whether no other process has."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise a `SharedMemoryError` unless `folder` is a folder that only this user can open."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise SharedMemoryError(f"{folder} belongs to another user")
+    if status.st_mode & 0o077:
+        raise SharedMemoryError(f"{folder} is open to other users")
+
+
+def remove_states(identity: Identity) -> None:
+    """Remove all states of the run from this machine's memory."""
+    shutil.rmtree(identity.folder, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove this user's states of runs that nobody continues: done, deleted, or of another boot.
+
+    A folder that a living process uses stays, whatever it contains.
+    """
+    for folder in sorted(SHARED_MEMORY.glob(f"{_prefix()}*")):
+        with contextlib.suppress(OSError, SharedMemoryError):  # another command does the same
+            refuse_foreign(folder)
+            if _is_unused(folder) and _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_unused(folder: Path) -> bool:
+    """Return whether a process has used `folder`, and none does now."""
+    locks = [*folder.glob(f"*{LOCK}")]
+    for path in locks:
+        with path.open("ab") as lock:
+            if not _take(lock):
+                return False
+    return bool(locks)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether no complete state in `folder` is of an unfinished run that still exists."""
+    for header in _headers_in(folder).values():
+        directory = RunDirectory(Path(header.identity.run))
+        is_current = header.identity == identity_of(directory)
+        if is_current and directory.read_summary().get("status") != "done":
+            return False
+    return True
+
+
+def _prefix() -> str:
+    return f"{PROGRAM}-{os.getuid()}-"
