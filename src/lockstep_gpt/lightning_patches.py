@@ -50,6 +50,14 @@ def is_accumulating(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint would have; the public way also writes it. Every rank must call it.
+
+    The values are those of training itself: copy them before the next step.
+    """
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
 def register_communication_hook(strategy: DDPStrategy) -> None:
     """Register a strategy's communication hook; Lightning does so only for GPUs."""
     wrapped: Any = strategy.model

@@ -44,6 +44,7 @@ from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_ending import state_left
 from lockstep_gpt.settings import as_typed, check, counted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.whole_files import replacing
@@ -227,6 +228,9 @@ def _refuse_fewer_steps(run: RunDirectory, config: Config, steps: int) -> None:
     """Raise a `UserError` for a run of fewer steps than one of its intact checkpoints has."""
     later = (path for path in checkpoints_in(run.checkpoints) if step_of(path) > steps)
     reached = max((step_of(path) for path in later if fault_of(path) is None), default=steps)
+    kept = state_left(run)
+    if kept is not None:
+        reached = max(reached, kept.step)
     budget = "max_steps" if config.max_steps is not None else "max_tokens"
     rule = (
         f"ends the run after {counted(steps, 'step')}, but run_dir={run.path} has already reached "

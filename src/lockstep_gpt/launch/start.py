@@ -39,6 +39,8 @@ from lockstep_gpt.launch.resolving import is_sweep, resolved_values
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_ending import release_memory
+from lockstep_gpt.run.memory_files import remove_abandoned
 from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.schedule import BatchPlan
@@ -116,6 +118,7 @@ def mode_of(config: Config) -> StartMode:
 def start(run_start: RunStart) -> int:
     """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status."""
     mode = mode_of(run_start.config)
+    remove_abandoned()
     with contextlib.ExitStack() as lock:
         freezing = Freezing(run_start, lock)
         try:
@@ -209,6 +212,8 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
         stop_signals.received.finish()
     if rank == 0:
         supervise.report_unsaved(run, status, summary_before)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        release_memory(run, status)
     return status
 
 

@@ -15,6 +15,7 @@ from lockstep_gpt.launch import agent_program
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_ending import release_memory
 
 # For glibc: else each step maps its large tensors again, and the system clears their pages.
 KEEP_MEMORY = {
@@ -50,6 +51,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
         report_unsaved(run, status, summary_before)
     if status == Exit.FAILED and ending.code != Exit.REPORTED:
         last_line.show(run, _cause_of(ending, is_unfinished), node_rank)
+    release_memory(run, status)
     return status
 
 

@@ -25,6 +25,11 @@ class VerifiedCheckpoint:
     sums: dict[str, str]
     marks: tuple[tuple[int, int, int], ...]
 
+    @property
+    def step(self) -> int:
+        """The optimizer step in its name, such as `step=000500.ckpt`."""
+        return int(self.path.stem.removeprefix("step="))
+
     def is_unchanged(self) -> bool:
         """Return whether the files that this process finds are those that were verified."""
         try:

@@ -25,6 +25,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_ending import state_left
 from lockstep_gpt.whole_files import replace_text
 
 # Above this size, a checkpoint counts as intact because it is complete: verifying it would delay
@@ -52,6 +53,11 @@ def way_on(run: RunDirectory, node_rank: int = 0) -> str:
     if not run.config.is_file():
         return f"restore {run.config}, then continue{command}"
     try:
+        kept = state_left(run)
+        saved = max(map(step_of, checkpoints_in(run.checkpoints)), default=0)
+        if kept is not None and kept.step > saved:
+            size = f"{kept.header.size / 1e6:,.1f} MB"
+            return f"step {kept.step} stays in this machine's memory ({size}); to continue{command}"
         newest = _newest_saved(run.checkpoints)
         if newest is not None:
             return f"step {step_of(newest)} is saved; to continue{command}"

@@ -112,6 +112,14 @@ class KeptState:
         """The optimizer step after which it was taken."""
         return self.header.step
 
+    def is_here(self) -> bool:
+        """Return whether this process finds the file, with this state."""
+        try:
+            with self.path.open("rb") as file:
+                return Header.unpack(file.read(HEADER_BYTES)) == self.header
+        except OSError:
+            return False
+
 
 def identity_of(directory: RunDirectory) -> Identity | None:
     """Return the identity of a run on this machine; None if an earlier version created it."""

@@ -40,7 +40,7 @@ def read_state(state: KeptState) -> dict[str, Any]:
         SharedMemoryError: it is gone, or its containers have more than tensors and values.
     """
     header = state.header
-    content = _mapped(state)
+    content = mapped(state)
     packed = content[header.containers_at :].numpy().tobytes()
     try:
         with torch.serialization.safe_globals([Place]):
@@ -66,13 +66,13 @@ def _filled(value: Any, content: Tensor) -> Any:
 def is_intact(state: KeptState) -> bool:
     """Return whether all bytes of a state are those that were written."""
     try:
-        content = _mapped(state)
+        content = mapped(state)
     except SharedMemoryError:
         return False
     return digest_of(content.numpy(), state.header.containers_at) == state.header.digest
 
 
-def _mapped(state: KeptState) -> Tensor:
+def mapped(state: KeptState) -> Tensor:
     """Return the bytes of a state after its header; what this process changes stays its own."""
     size = HEADER_BYTES + state.header.size
     try:

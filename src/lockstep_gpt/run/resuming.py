@@ -25,6 +25,9 @@ from lockstep_gpt.run.checkpoint_content import (
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
+from lockstep_gpt.run.memory_files import KeptState, identity_of
+from lockstep_gpt.run.memory_recovery import newest_in_memory
+from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
@@ -33,13 +36,19 @@ TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before 
 
 
 def state_to_resume(
-    directory: RunDirectory, config: Config, module: torch.nn.Module
-) -> VerifiedCheckpoint | None:
-    """Return the checkpoint to resume from: the run's own newest, else the one `resume` names.
+    directory: RunDirectory,
+    config: Config,
+    module: torch.nn.Module,
+    writer: MemoryWriter | None = None,
+) -> VerifiedCheckpoint | KeptState | None:
+    """Return what to resume from: the run's own newest state, else the checkpoint `resume` names.
 
     None means step 0; with `resume_force`, using its weights that fit. Every rank must call this:
-    rank 0 searches and tells the others.
+    rank 0 searches and tells the others. `writer` is the machine's, on the rank that has it.
     """
+    kept = _newest_in_memory(directory, config, writer)
+    if kept is not None:
+        return kept
     is_first = Ranks.from_environment().rank == 0
     newest = _newest_of_run(directory, config, module) if is_first else None
     newest = verified_on_each_machine(newest)
@@ -69,6 +78,34 @@ def state_to_resume(
     module.load_state_dict(joined(fitting), strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
     return None
+
+
+def _newest_in_memory(
+    directory: RunDirectory, config: Config, writer: MemoryWriter | None
+) -> KeptState | None:
+    """Return the newest state in memory, if no checkpoint is newer; none is read for this.
+
+    Every rank must call this.
+    """
+    identity = identity_of(directory)
+    if identity is None or config.checkpoint.memory is False or config.resume_force:
+        return None
+    saved = 0
+    fault = None
+    if is_rank_zero():
+        try:
+            saved = max(map(files.step_of, files.checkpoints_in(directory.checkpoints)), default=0)
+        except UserError as error:
+            fault = error
+    kept = newest_in_memory(identity, writer, saved)
+    if kept is None:
+        return None
+    if is_rank_zero():
+        if fault is not None:
+            logger.warning("%s; not needed now: the state is in memory", fault)
+        logger.info("continues from step %d, kept in memory", kept.step)
+    _refuse_lost_memory(config, kept.path)
+    return kept
 
 
 def verified_on_each_machine(checkpoint: VerifiedCheckpoint | None) -> VerifiedCheckpoint | None:

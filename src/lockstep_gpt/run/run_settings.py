@@ -25,6 +25,18 @@ class CheckpointConfig(Checked):
         "copy the state in memory, and write the copy while training continues", False
     )
     copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)
+    memory: int | str | bool = setting(
+        "also keep the newest state in each machine's memory, from which killed ranks continue: "
+        "every so many steps, or auto: with several ranks, so often that it takes 1 % of the time",
+        "auto",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = self.memory
+        is_count = type(value) is int and value >= 1
+        if not is_count and value != "auto" and value is not False:
+            self.refuse("memory", "is neither auto, false, nor a number of steps")
 
 
 @dataclass

@@ -48,7 +48,9 @@ class MatrixPlacement(Protocol):
     def whole_momenta(
         self, matrices: Sequence[Tensor], momenta: Mapping[Tensor, Tensor]
     ) -> Mapping[Tensor, Tensor]:
-        """Return the momentum of all `matrices` on rank 0; every rank must call this.
+        """Return the momentum of all `matrices`, on the first rank of each machine.
+
+        Every rank must call this.
 
         Args:
             matrices: all that have been updated.

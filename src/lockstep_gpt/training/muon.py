@@ -64,9 +64,9 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, whole on rank 0 and the same as a single device's.
+        """Return the state, the same as a single device's; every rank must call this.
 
-        Every rank must call this.
+        It is whole on the first rank of each machine.
         """
         states: dict[str, Any] = super().state_dict()
         updated = [matrix for matrix in self.matrices if self.state.get(matrix)]

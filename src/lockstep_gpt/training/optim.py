@@ -70,6 +70,16 @@ def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config
     optimizer.placement = placement
 
 
+def state_bytes(model: nn.Module, config: OptimConfig) -> int:
+    """Return the bytes of the weights, and of the moments that the optimizer keeps of them."""
+    optimizer = build_optimizer(model, config, lr=0.0)
+    size: int = sum(weight.nbytes for weight in model.state_dict().values())
+    for group in optimizer.param_groups:
+        moments = 1 if group.get("muon") else 2
+        size += sum(moments * weight.nbytes for weight in group["params"])
+    return size
+
+
 def copy_restored_state(optimizer: torch.optim.Optimizer) -> None:
     """Copy the state that `load_state_dict` has put in `optimizer`, one tensor after the other.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep_gpt.distributed.gathering import Gathering, gather_stacks
+from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.torch_patches import compiled_for_each_shape
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import (
@@ -46,6 +47,9 @@ class OwnedMatrices:
     ) -> None:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
+        ranks = Ranks.from_environment()
+        self._is_first = ranks.local_rank == 0
+        self._is_one_machine = ranks.num_nodes == 1
         self._one_by_one = one_by_one
         self._updates_of = updates_of
         self._add_updates = add_updates
@@ -102,15 +106,15 @@ class OwnedMatrices:
     def whole_momenta(
         self, matrices: Sequence[Tensor], momenta: Mapping[Tensor, Tensor]
     ) -> Mapping[Tensor, Tensor]:
-        """Return the momentum of all `matrices`, in host memory, on rank 0."""
+        """Return the momentum of all `matrices`, in host memory, on the first rank of a machine."""
         whole = dict(momenta)
         for matrix in matrices:
-            owner = self._owners.get(matrix, 0)
-            if owner == 0:
+            owner = self._owners.get(matrix)
+            if owner is None or (owner == 0 and self._is_one_machine):
                 continue
             momentum = momenta[matrix] if owner == self._rank else torch.empty_like(matrix)
             dist.broadcast(momentum, src=owner)
-            if self._rank == 0:
+            if self._is_first and owner != self._rank:
                 whole[matrix] = momentum.cpu()
         return whole
 

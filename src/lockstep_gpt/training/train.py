@@ -19,6 +19,7 @@ from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
+from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.stopping import (
@@ -27,12 +28,14 @@ from lockstep_gpt.run.callbacks.stopping import (
     stop_before_first_step,
 )
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.loggers.tracking import tracked_runs
+from lockstep_gpt.run.memory_files import KeptState
+from lockstep_gpt.run.memory_turns import MemoryTurns
+from lockstep_gpt.run.memory_writer import writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
@@ -49,6 +52,7 @@ from lockstep_gpt.training.building import (
 from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
@@ -65,7 +69,7 @@ class Training:
     batch: BatchPlan
     data: LightningDataModule
     module: GPTModule  # has the configuration, the schedule, and the tokenizer
-    resume: VerifiedCheckpoint | None  # what to continue from; None: step 0
+    resume: VerifiedCheckpoint | KeptState | None  # what to continue from; None: step 0
     metrics: Metrics
     metrics_file: MetricsFile
     trainer: Trainer
@@ -129,7 +133,8 @@ def assemble(
     hashes = WeightHashes()
     disk = checkpoint_io(directory, config, hashes)
     refuse_other_directory(directory)
-    resume = state_to_resume(directory, config, module)
+    writer = writer_of(directory, ranks)
+    resume = state_to_resume(directory, config, module, writer)
     disk.verified = resume
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, module.tokenizer)
@@ -142,19 +147,22 @@ def assemble(
     checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, ranks.rank, terminal)
     overhead = Overhead(config, checkpoints)
+    turns = MemoryTurns(config.checkpoint.memory)
+    memory = StateInMemory(config, checkpoints, hashes, turns, writer)
     loggers = build_loggers(trackers, directory, batch, module)
     trainer = build_trainer(
         config,
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, hashes, overhead, GracefulStop(checkpoints), checkpoints],
+        last=[*guards, hashes, overhead, GracefulStop(checkpoints, turns), checkpoints, memory],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
         max_steps=schedule.total_steps,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
+    memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
     return Training(
         directory, ranks.rank, kernels, batch, data, module, resume, metrics, metrics_file, trainer
     )
@@ -198,7 +206,7 @@ def fit(training: Training, started: float) -> None:
     try:
         stop_before_first_step()
         if training.rank == 0:
-            step = step_of(training.resume.path) if training.resume else 0
+            step = training.resume.step if training.resume else 0
             training.metrics.continue_from(training.metrics_file.truncate_after(step))
         disk: Any = trainer.strategy.checkpoint_io
         path = str(training.resume.path) if training.resume else None

@@ -17,6 +17,8 @@ from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_files import KeptState
+from lockstep_gpt.run.memory_states import read_state
 
 
 class Save(NamedTuple):
@@ -155,7 +157,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.hashes = hashes
         self.written_at: dict[Path, float] = {}  # the clock when each checkpoint was complete
         # What the ranks resume from, which one rank of each machine has read and verified.
-        self.verified: VerifiedCheckpoint | None = None
+        self.verified: VerifiedCheckpoint | KeptState | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -195,7 +197,9 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         assert weights_only is not False, "a checkpoint is never unpickled"
         verified = self.verified
-        if verified is None or verified.path != Path(path):
+        if isinstance(verified, KeptState) and verified.path == Path(path):
+            return read_state(verified)
+        if not isinstance(verified, VerifiedCheckpoint) or verified.path != Path(path):
             verified = files.verify_named(Path(path))
         return files.read_verified(verified, map_location, whole)
 

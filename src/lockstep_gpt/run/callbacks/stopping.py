@@ -13,6 +13,7 @@ from lockstep_gpt.distributed.ranks import from_each_rank
 from lockstep_gpt.lightning_patches import without_signal_handlers
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.memory_turns import MemoryTurns
 
 
 class Stopped(BaseException):
@@ -40,24 +41,30 @@ class StopVote:
     """Stops all ranks after the same step, without any of them waiting for the vote.
 
     It is an all-reduce over gloo, started after a step and read after the next: no GPU waits.
+    It also carries rank 0's wish to keep the state in memory.
     """
 
     def __init__(self) -> None:
         self._group: Any = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        self._ballot = torch.zeros(1, dtype=torch.int64)
+        self._ballot = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def cast(self, signum: int) -> int:
-        """Vote to stop by signal `signum`, or 0 to continue; return the last decision."""
-        if self._group is None:
-            return signum
+    def cast(self, signum: int, wish: bool = False) -> tuple[int, bool]:
+        """Vote to stop by signal `signum`, or 0 to continue; return the last decision.
+
+        Args:
+            signum: on which this rank wants to stop.
+            wish: whether this rank wants to keep the state after the next step.
+        """
         self.close()
-        decided = int(self._ballot.item())  # 0 before the first vote
-        self._ballot.fill_(signum)
+        stop, keep = self._ballot.tolist()  # zeros before the first vote
+        self._ballot = torch.tensor([signum, int(wish)])
+        if self._group is None:
+            return signum, bool(keep)  # alone, it stops at once
         self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, self._group, async_op=True)
-        return decided
+        return stop, bool(keep)
 
     def close(self) -> None:
         """Wait for the last vote: every rank takes part in the same number of votes."""
@@ -70,6 +77,7 @@ class GracefulStop(StepCallback):
     """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them."""
 
     checkpoints: Checkpoints
+    turns: MemoryTurns = field(default_factory=MemoryTurns)  # when the state is kept in memory
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
     loop: Any = field(default_factory=dict, init=False)  # the attributes of Lightning's loop
 
@@ -94,7 +102,8 @@ class GracefulStop(StepCallback):
 
         If a validation follows, wait for it: else the saved state would mark it as done.
         """
-        self.decided = self.vote.cast(int(stop_signals.received.first or 0))
+        signum = int(stop_signals.received.first or 0)
+        self.decided, self.turns.decided = self.vote.cast(signum, self.turns.wish(step + 1))
         if step >= self.checkpoints.total_steps:
             self.decided = 0  # the run ends anyway
         if not self.decided:

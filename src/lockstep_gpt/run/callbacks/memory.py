@@ -1,0 +1,157 @@
+"""Keeps the newest state in each machine's memory, for ranks that restart."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning import Trainer
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero
+from lockstep_gpt.distributed.strategies import layout_of
+from lockstep_gpt.lightning_patches import state_of
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
+from lockstep_gpt.run.memory_turns import MemoryTurns
+from lockstep_gpt.run.memory_writer import MemoryWriter
+
+
+@dataclass(eq=False)
+class StateInMemory(StepCallback):
+    """Keeps, on a rank of each machine, what a checkpoint would have; all ranks take part.
+
+    It comes after the callback that saves, whose newest checkpoint the state then knows.
+    """
+
+    config: Config
+    checkpoints: Checkpoints
+    hashes: WeightHashes
+    turns: MemoryTurns
+    writer: MemoryWriter | None  # None: another rank of this machine writes
+    ranks: Ranks = field(default_factory=Ranks.from_environment)
+    line: str | None = field(default=None, init=False)  # of the receipt
+    _size: int = field(default=0, init=False)  # bytes of a state
+    _waits: bool = field(default=False, init=False)  # for the end of a validation
+    _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
+
+    def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
+        """Take the memory, on the ranks that write.
+
+        Args:
+            strategy: of the Trainer.
+            size: bytes of a state.
+            resumed: what the run continues from; None: step 0.
+        """
+        setting = self.config.checkpoint.memory
+        self._size = size
+        if setting is False or (setting == "auto" and self.ranks.world_size == 1):
+            self.writer = None
+            return
+        if not layout_of(strategy).has_replicas:
+            self.writer = None
+            self.line = "off: each rank has only a part of it"
+            return
+        if self.writer is None:
+            return
+        kept = resumed if isinstance(resumed, KeptState) else None
+        try:
+            self.writer.start(size, kept)
+        except SharedMemoryError as error:
+            self.line = f"off: {error}"
+            self.writer.close()
+            return
+        self.turns.is_on = self.ranks.rank == 0
+        self.line = self._receipt_line(setting)
+
+    def _receipt_line(self, setting: Any) -> str:
+        if setting == "auto":
+            rate = "as often as it takes 1 % of the time"
+        else:
+            rate = f"every {setting} steps"
+        return f"the newest state, {rate}; 2 x {self._size / 1e6:,.1f} MB of each machine's memory"
+
+    def receipt_lines(self) -> dict[str, str]:
+        """Return the receipt's line, unless nobody has asked for it."""
+        return {"memory": self.line} if self.line else {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note where training begins."""
+        super().on_train_start(trainer, pl_module)
+        self.turns.begin(trainer.global_step)
+        self.turns.is_blocked = self._is_blocked
+
+    def _is_blocked(self) -> bool:
+        """Return whether a state or the hash of a checkpoint isn't complete yet."""
+        if self.writer is None or not self.writer.is_on or self.writer.is_busy():
+            return True
+        self._note_background(self.writer)
+        saves = self.checkpoints.saves
+        return bool(saves) and step_of(saves[-1].path) not in self.hashes.weights
+
+    def _note_background(self, writer: MemoryWriter) -> None:
+        """Note the work next to training, which takes time from it only on CPUs."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.turns.background = writer.seconds
+
+    def on_before_optimizer_step(self, *_arguments: Any) -> None:
+        """Let the update wait for copies of what it changes."""
+        if self.writer is not None:
+            self.writer.copies.hold_update()
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
+        """Keep the state if all ranks have decided to; after a validation, if one follows."""
+        now = time.perf_counter()
+        if self._clock:
+            self.turns.note_step(now - self._clock)
+        self._clock = now
+        if not self.turns.decided or step == self.checkpoints.total_steps or trainer.should_stop:
+            return
+        if self.checkpoints.validates(trainer):
+            self._waits = True  # else the state would mark the validation as done
+        else:
+            self._keep(trainer, pl_module, step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Keep the state that has waited for the validation."""
+        self._clock = 0.0
+        if self._waits:
+            self._keep(trainer, pl_module, trainer.global_step)
+
+    def _keep(self, trainer: Trainer, module: Any, step: int) -> None:
+        self._waits = False
+        self._clock = 0.0
+        started = time.perf_counter()
+        if int(module.skipped.count) > module.skipped.allowed:
+            return  # the run ends soon
+        state = state_of(trainer)
+        weights = self.hashes.weights
+        if self.ranks.num_nodes > 1:
+            weights = from_rank_zero(weights)
+        if self.writer is None:
+            return
+        if module.device.type == "cuda":
+            self.writer.copies.updated = addresses_of_updated(trainer, module)
+        self.writer.write(step, {**state, "weights": weights})
+        self.turns.note_state(step, time.perf_counter() - started)
+
+    def on_train_end(self, *_arguments: Any) -> None:
+        """Finish what is being written."""
+        if self.writer is not None:
+            self.writer.close()
+
+    def in_summary(self, _step: int) -> dict[str, Any]:
+        """Return the steps between two states at the end; None: none was kept."""
+        return {"memory_every": self.turns.interval if self.turns.is_on else None}
+
+
+def addresses_of_updated(trainer: Trainer, module: torch.nn.Module) -> set[int]:
+    """Return the addresses of the tensors that only an update changes: weights and moments."""
+    tensors: list[torch.Tensor] = [*module.parameters()]
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return {tensor.data_ptr() for tensor in tensors}

@@ -1,0 +1,38 @@
+"""What becomes of the states in memory when a command ends: they stay only after a kill."""
+
+from lockstep_gpt.exits import Ending, Exit
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_files import (
+    KeptState,
+    SharedMemoryError,
+    identity_of,
+    remove_states,
+    states_in,
+)
+
+
+def state_left(run: RunDirectory) -> KeptState | None:
+    """Return the newest state of `run` in this machine's memory; its bytes aren't verified."""
+    identity = identity_of(run)
+    if identity is None or run.failed.exists():  # after an exception, they are removed
+        return None
+    try:
+        return next(iter(states_in(identity)), None)
+    except (OSError, SharedMemoryError):
+        return None
+
+
+def release_memory(run: RunDirectory, status: int) -> None:
+    """Remove the states of a run that has ended with `status`, unless it continues from them.
+
+    That is after a kill, after a stop that was too late for a save, and after a mistake in the
+    command that was to continue.
+    """
+    identity = identity_of(run)
+    if identity is None:
+        return
+    is_unsaved = status in (Exit.FAILED, Exit.LOST_PEERS, Exit.MISTAKE)
+    if Ending(status).stopped_by:
+        is_unsaved = not run.read_summary().get("saved")
+    if not is_unsaved or state_left(run) is None:
+        remove_states(identity)

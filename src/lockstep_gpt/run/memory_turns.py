@@ -1,0 +1,63 @@
+"""When ranks keep a state in memory: all after the same step, as often as it costs little."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SHARE = 0.01  # of the training time that keeping states may take
+FIRST = 2  # steps before the first state: the first step prepares much, and may compile
+
+
+@dataclass
+class MemoryTurns:
+    """Decides on rank 0; the others learn it with the vote to stop, one step ahead.
+
+    Args:
+        setting: `checkpoint.memory`: auto, a number of steps, or false.
+    """
+
+    setting: int | str | bool = False
+    is_on: bool = False  # on rank 0: whether it has memory for states
+    decided: bool = False  # whether all ranks keep the state after this step
+    # On rank 0: whether something that a state contains is not complete yet.
+    is_blocked: Callable[[], bool] = field(default=lambda: False, repr=False)
+    background: float = 0.0  # seconds of work next to training that the last state has taken
+    _last: int = field(default=0, init=False)  # step of the last state, or where training began
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=3), init=False)
+
+    def begin(self, step: int) -> None:
+        """Note the step from which this process trains."""
+        self._last = step
+
+    def wish(self, step: int) -> bool:
+        """Return whether rank 0 wants to keep the state after `step`, the next one."""
+        if not self.is_on or self.is_blocked():
+            return False
+        if self.setting != "auto":
+            return step % int(self.setting) == 0
+        return step - self._last >= (self.interval or FIRST)
+
+    @property
+    def interval(self) -> int | None:
+        """Steps between two states; None if the cost isn't known yet."""
+        if self.setting != "auto":
+            return int(self.setting) or None
+        if not self._costs or not self._durations:
+            return None
+        step_seconds = statistics.median(self._durations)
+        cost = statistics.median(self._costs) + self.background
+        return max(1, math.ceil(cost / (SHARE * step_seconds)))
+
+    def note_step(self, seconds: float) -> None:
+        """Note how long a step took that nothing interrupted."""
+        self._durations.append(seconds)
+
+    def note_state(self, step: int, seconds: float) -> None:
+        """Note how long training waited for the state after `step`."""
+        self._last = max(self._last, step)
+        self._costs.append(seconds)

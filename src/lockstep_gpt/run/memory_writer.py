@@ -1,0 +1,139 @@
+"""Keeps a run's newest state in a machine's memory: copied at once, completed in the background."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_copies import DeviceCopies
+from lockstep_gpt.run.memory_files import (
+    Identity,
+    KeptState,
+    SharedMemoryError,
+    claim_name,
+    identity_of,
+    make_folder,
+    remove_states,
+)
+from lockstep_gpt.run.memory_slots import Layout, Slot, SlotPair
+
+logger = logging.getLogger(__name__)
+
+
+def writer_of(directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
+    """Return what writes this machine's states, on its first rank; None on the others."""
+    identity = identity_of(directory)
+    if ranks.local_rank > 0 or identity is None:
+        return None
+    return MemoryWriter(identity)
+
+
+class MemoryWriter:
+    """What one rank of a machine writes to its memory.
+
+    If that fails, one warning says why, and the run goes on with its disk alone.
+
+    Args:
+        identity: of the run.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.fault: str | None = None  # why nothing is kept any more
+        self.seconds = 0.0  # of work in the background that competes with training, per state
+        self.copies = DeviceCopies()
+        self._folder: Path | None = None
+        self._name = ""
+        self._lock: Any = None  # kept open
+        self._pair: SlotPair | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[float] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether states are kept."""
+        return self._pair is not None and self.fault is None
+
+    def slot_for_copy(self) -> Slot:
+        """Return a slot for a state of another machine, or raise a `SharedMemoryError`."""
+        self._claim()
+        assert self._folder is not None
+        return SlotPair(self._folder, self._name).next_slot()
+
+    def _claim(self) -> None:
+        if self._folder is None:
+            self._folder = make_folder(self.identity)
+            self._name, self._lock = claim_name(self._folder)
+
+    def start(self, size: int, kept: KeptState | None) -> None:
+        """Take memory for two states of `size` bytes, or raise a `SharedMemoryError`.
+
+        Args:
+            size: bytes that a state needs.
+            kept: what the run continues from; it stays until the first new state is complete.
+        """
+        self._claim()
+        assert self._folder is not None
+        pair = SlotPair(self._folder, self._name, kept.path if kept else None)
+        pair.reserve(size)
+        self._pair = pair
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
+
+    def write(self, step: int, state: dict[str, Any], part: dict[str, int] | None = None) -> None:
+        """Copy the state after `step` to a slot; complete it in the background."""
+        self._finish()
+        if self._pair is None or self._thread is None or self.fault is not None:
+            return
+        try:
+            layout = Layout(state)
+            slot = self._pair.next_slot()
+            slot.reserve(layout.size)
+            self.copies.pin(slot.content)
+            slot.fill(layout, self.copies.start)
+            self._pending = self._thread.submit(self._seal, slot, layout, step, part)
+        except SharedMemoryError as error:
+            self._give_up(error)
+
+    def _seal(self, slot: Slot, layout: Layout, step: int, part: dict[str, int] | None) -> float:
+        """Complete a state in the thread; return the CPU time that it took there."""
+        started = time.thread_time()
+        self.copies.wait()
+        slot.seal(layout, self.identity, step, part)
+        return time.thread_time() - started
+
+    def is_busy(self) -> bool:
+        """Return whether a state is not complete yet; note what the last one took."""
+        if self._pending is not None and self._pending.done():
+            self._finish()
+        return self._pending is not None
+
+    def _finish(self) -> None:
+        """Wait until the last state is complete."""
+        pending = self._pending
+        self._pending = None
+        if pending is None:
+            return
+        try:
+            self.seconds = pending.result()
+        except SharedMemoryError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Finish the last state, and stop the thread; the states stay."""
+        self._finish()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self.copies.unpin()
+        self._pair = None
+
+    def _give_up(self, error: SharedMemoryError) -> None:
+        self.fault = str(error)
+        logger.warning("the state isn't kept in memory any more: %s", error)
+        self._pair = None
+        remove_states(self.identity)
