@@ -4,8 +4,8 @@ usage: python scripts/benchmarks/restart.py [--kills 12] [--only warm] [SETTING=
 
 Kills random ranks of one run of two at random moments: the model of quickstart, which tracks to
 wandb offline. A new step is one that no rank had computed before the kill. Each process notes the
-clock when it enters or leaves a few functions for the first time (`MARKS`); nothing is measured
-otherwise. Prints a table of medians, in seconds, and the median and largest total.
+clock when it enters or leaves a few functions (`clock/sitecustomize.py`); that is all it costs.
+Prints a table of medians, in seconds, and the median and largest total.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from notes import CLOCK, Note, read_notes
 from process_tree import tree, wait_for, words_of
 
 RANKS = 2
@@ -37,7 +38,7 @@ TRAIN = [
     "max_steps=100000",
     "callbacks=[]",
     "launch.max_restarts=999",
-    "+callbacks.steps._target_=restart_steps.Steps",
+    "+callbacks.steps._target_=noted_steps.Steps",
 ]
 LAUNCHES = {"warm": [], "cold": ["warm.enabled=false"]}
 # What each part ends with: a function, entered (>) or left (<), or the end of a step.
@@ -61,100 +62,6 @@ PARTS = {
     "the first step": "step",
     "steps computed again": "new step",
 }
-# The module `restart_marks`: it lets functions note the clock, once they are imported.
-MARKS = """\
-import importlib.machinery
-import os
-import sys
-import time
-
-PLACES = {
-    "lockstep_gpt.launch.agent": ["RankAgent._end_others", "RankAgent._start_workers"],
-    "lockstep_gpt.extras.warm.forking_agent": ["WarmAgent._start_workers"],
-    "lockstep_gpt.launch.rank_program": ["run_rank"],
-    "lockstep_gpt.training.train": [
-        "assemble",
-        "join",
-        "build_data",
-        "GPTModule",
-        "state_to_resume",
-        "build_loggers",
-        "build_trainer",
-        "fit",
-    ],
-    "lockstep_gpt.training.module": ["GPTModule.training_step"],
-    "lockstep_gpt.run.callbacks.checkpoints": ["AtomicCheckpointIO.load_checkpoint"],
-    "lockstep_gpt.run.callbacks.step": ["StepCallback.on_train_start"],
-}
-noted = set()
-
-
-def note(event, step=0):
-    key = (os.getpid(), event)
-    is_rank = "RANK" in os.environ  # an agent sees several restarts
-    if key in noted and is_rank and step == 0:
-        return
-    noted.add(key)
-    line = f"{time.time():.6f} {event} {step}\\n"
-    file = os.open(os.environ["MARKS_FILE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, line.encode())
-    os.close(file)
-
-
-def marked(function, name):
-    def call(*positional, **named):
-        note(f">{name}")
-        try:
-            return function(*positional, **named)
-        finally:
-            note(f"<{name}")
-
-    return call
-
-
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name not in PLACES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def execute_and_mark(module):
-            execute(module)
-            for place in PLACES[name]:
-                owner, _, attribute = place.rpartition(".")
-                holder = getattr(module, owner) if owner else module
-                setattr(holder, attribute, marked(getattr(holder, attribute), attribute))
-
-        spec.loader.exec_module = execute_and_mark
-        return spec
-
-
-sys.meta_path.insert(0, Finder)
-"""
-# A callback that notes each step of rank 0.
-STEPS = """\
-import lightning
-from restart_marks import note
-
-
-class Steps(lightning.Callback):
-    seen = 0
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step > self.seen and trainer.is_global_zero:
-            self.seen = trainer.global_step
-            note("step", self.seen)
-"""
-
-
-class Mark(NamedTuple):
-    """What a process has noted."""
-
-    at: float  # seconds since 1970
-    event: str  # >FUNCTION, <FUNCTION, or `step`
-    step: int  # 0 of a function
 
 
 class Recovery(NamedTuple):
@@ -162,7 +69,7 @@ class Recovery(NamedTuple):
 
     struck_at: float  # seconds since 1970
     before: int  # the newest step of all attempts before
-    marks: list[Mark]  # until the next death; steps only of the new ranks
+    marks: list[Note]  # until the next death; steps only of the new ranks
 
     def is_complete(self) -> bool:
         """Return whether there is a new step."""
@@ -241,7 +148,7 @@ class MarkedRun:
         return [self._recovery(*times) for times in zip(struck[1:], ends, strict=True)]
 
     def _recovery(self, struck_at: float, end: float = math.inf) -> Recovery:
-        marks = self._marks()
+        marks = read_notes(self._file)
         starts = (mark.at for mark in marks if mark.at > struck_at and mark.event == ">fit")
         restarted_at = min(starts, default=math.inf)  # until then, old ranks may end a step
         before = max((mark.step for mark in marks if mark.at < restarted_at), default=0)
@@ -250,13 +157,11 @@ class MarkedRun:
         return Recovery(struck_at, before, marks)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        (self._folder / "restart_marks.py").write_text(MARKS)
-        (self._folder / "restart_steps.py").write_text(STEPS)
-        (self._folder / "sitecustomize.py").write_text("import restart_marks\n")
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self._folder),
-            "MARKS_FILE": str(self._file),
+            "PYTHONPATH": str(CLOCK),
+            "NOTES_FILE": str(self._file),
+            "NOTED_PLACES": "all",
             "WANDB_MODE": "offline",
             "OMP_NUM_THREADS": "1",
         }
@@ -265,13 +170,6 @@ class MarkedRun:
             return subprocess.Popen(
                 [sys.executable, *words], env=environment, stdout=output, stderr=output
             )
-
-    def _marks(self) -> list[Mark]:
-        if not self._file.exists():
-            return []
-        lines = self._file.read_text().rpartition("\n")[0].splitlines()
-        fields = (line.split() for line in lines)
-        return [Mark(float(at), event, int(step)) for at, event, step in fields]
 
 
 if __name__ == "__main__":
