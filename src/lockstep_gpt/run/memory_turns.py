@@ -50,8 +50,12 @@ class MemoryTurns:
         if not self._costs or not self._durations:
             return None
         step_seconds = statistics.median(self._durations)
-        cost = statistics.median(self._costs) + self.background
-        return max(1, math.ceil(cost / (SHARE * step_seconds)))
+        return max(1, math.ceil(self.cost / (SHARE * step_seconds)))
+
+    @property
+    def cost(self) -> float:
+        """The seconds that a state takes from training."""
+        return statistics.median(self._costs) + self.background
 
     def note_step(self, seconds: float) -> None:
         """Note how long a step took that nothing interrupted."""

@@ -101,7 +101,9 @@ def _newest_in_memory(
     if kept is None:
         return None
     if is_rank_zero():
-        if fault is not None:
+        if fault is None:
+            files.remove_leftovers(directory.checkpoints)
+        else:
             logger.warning("%s; not needed now: the state is in memory", fault)
         logger.info("continues from step %d, kept in memory", kept.step)
     _refuse_lost_memory(config, kept.path)

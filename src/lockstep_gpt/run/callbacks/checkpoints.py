@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import from_rank_zero
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
@@ -135,11 +136,20 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the losses of checkpoints that still exist: rank 0 checks."""
-        present = from_rank_zero([*map(files.step_of, files.checkpoints_in(self.folder))])
+        present = from_rank_zero(self._present_steps())
         losses = state_dict["losses"]
-        self.losses = {step: loss for step, loss in losses.items() if step in present}
+        if present is not None:
+            losses = {step: loss for step, loss in losses.items() if step in present}
+        self.losses = dict(losses)
         # Earlier versions saved only the losses.
         self.last_validated = state_dict.get("last_validated", max(losses, default=0))
+
+    def _present_steps(self) -> list[int] | None:
+        """Return the steps of present checkpoints; None if a state in memory is all there is."""
+        try:
+            return [*map(files.step_of, files.checkpoints_in(self.folder))]
+        except UserError:  # the next save fails, if the folder stays unreadable
+            return None
 
 
 class AtomicCheckpointIO(CheckpointIO):

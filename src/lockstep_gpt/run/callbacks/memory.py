@@ -1,5 +1,6 @@
 """Keeps the newest state in each machine's memory, for ranks that restart."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
 from lockstep_gpt.run.memory_turns import MemoryTurns
 from lockstep_gpt.run.memory_writer import MemoryWriter
+from lockstep_gpt.settings import counted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -36,6 +40,7 @@ class StateInMemory(StepCallback):
     line: str | None = field(default=None, init=False)  # of the receipt
     _size: int = field(default=0, init=False)  # bytes of a state
     _waits: bool = field(default=False, init=False)  # for the end of a validation
+    _told: bool = field(default=False, init=False)  # the interval
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
 
     def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
@@ -108,12 +113,26 @@ class StateInMemory(StepCallback):
         if self._clock:
             self.turns.note_step(now - self._clock)
         self._clock = now
+        self._tell_interval()
         if not self.turns.decided or step == self.checkpoints.total_steps or trainer.should_stop:
             return
         if self.checkpoints.validates(trainer):
             self._waits = True  # else the state would mark the validation as done
         else:
             self._keep(trainer, pl_module, step)
+
+    def _tell_interval(self) -> None:
+        """Log, once, how often rank 0 wants to keep the state."""
+        interval = self.turns.interval
+        is_open = self.turns.is_on and not self._told and interval is not None
+        if self.turns.setting != "auto" or not is_open or self._is_blocked():
+            return
+        self._told = True
+        logger.info(
+            "keeps the state in memory every %s, at %.1f ms each: a restart repeats no more",
+            counted(interval or 1, "step"),
+            1000 * self.turns.cost,
+        )
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Keep the state that has waited for the validation."""
