@@ -200,10 +200,10 @@ class AttackedRun:
         hidden = contextlib.nullcontext()
         if kind == "unreadable":
             left = SAVED_EVERY - newest % SAVED_EVERY
-            if left < SAVED_EVERY // 2 or newest > STEPS - SAVED_EVERY:
-                kind = "ranks"  # a save would fail
-            else:
+            if left >= SAVED_EVERY // 2 and SAVED_EVERY < newest < STEPS - SAVED_EVERY:
                 hidden = unreadable(self.directory.checkpoints)
+            else:
+                kind = "ranks"  # there is no save yet, or one is due soon, and would fail
         if kind == "writing" and not self.wait_for(self._is_writing):
             return
         victims = self._victims(kind, chance)
