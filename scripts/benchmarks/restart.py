@@ -69,21 +69,25 @@ class Recovery(NamedTuple):
 
     struck_at: float  # seconds since 1970
     before: int  # the newest step of all attempts before
-    marks: list[Note]  # until the next death; steps only of the new ranks
+    notes: list[Note]  # until the next death; steps only of the new ranks
 
     def is_complete(self) -> bool:
         """Return whether there is a new step."""
-        return any(mark.step > self.before for mark in self.marks)
+        return any(note.step > self.before for note in self.notes)
+
+    def repeated(self) -> int:
+        """Return how many steps were computed again."""
+        return self.before - min(note.step for note in self.notes if note.step) + 1
 
     def seconds(self) -> dict[str, float]:
         """Return part -> seconds; the last rank that gets there counts."""
         ends: dict[str, float] = {}
-        for mark in self.marks:
-            if mark.step == 0:
-                ends[mark.event] = max(mark.at, ends.get(mark.event, 0))
-        steps = [mark for mark in self.marks if mark.step]
+        for note in self.notes:
+            if note.step == 0:
+                ends[note.event] = max(note.at, ends.get(note.event, 0))
+        steps = [note for note in self.notes if note.step]
         ends["step"] = steps[0].at
-        ends["new step"] = next(mark.at for mark in steps if mark.step > self.before)
+        ends["new step"] = next(note.at for note in steps if note.step > self.before)
         parts = {}
         at = self.struck_at
         for part, event in PARTS.items():
@@ -101,11 +105,13 @@ def main() -> int:
     parser.add_argument("--only", choices=LAUNCHES, help="one way to start ranks")
     options, settings = parser.parse_known_args()
     columns = {}
+    repeated = {}
     for launch in [options.only] if options.only else LAUNCHES:
         with tempfile.TemporaryDirectory(prefix="restart-") as folder:
-            run = MarkedRun(Path(folder), [*LAUNCHES[launch], *settings])
+            run = NotedRun(Path(folder), [*LAUNCHES[launch], *settings])
             recoveries = run.hurt(options.kills, random.Random(options.seed))
         columns[launch] = [recovery.seconds() for recovery in recoveries]
+        repeated[launch] = statistics.median(recovery.repeated() for recovery in recoveries)
     print(f"{'':36}" + "".join(f"{launch:>9}" for launch in columns))
     for part in PARTS:
         medians = (statistics.median(row[part] for row in rows) for rows in columns.values())
@@ -113,16 +119,18 @@ def main() -> int:
     for name, figure in {"median": statistics.median, "largest": max}.items():
         totals = (figure(sum(row.values()) for row in rows) for rows in columns.values())
         print(f"{name + ' of the sum':36}" + "".join(f"{total:9.3f}" for total in totals))
+    numbers = "".join(f"{number:9g}" for number in repeated.values())
+    print(f"{'median number of steps again':36}{numbers}")
     return 0
 
 
-class MarkedRun:
+class NotedRun:
     """A run below `folder` whose processes note the clock."""
 
     def __init__(self, folder: Path, settings: list[str]) -> None:
         self._folder = folder
         self._settings = settings
-        self._file = folder / "marks"
+        self._file = folder / "notes"
 
     def hurt(self, count: int, chance: random.Random) -> list[Recovery]:
         """Train; kill random ranks at random moments after new steps."""
@@ -148,13 +156,13 @@ class MarkedRun:
         return [self._recovery(*times) for times in zip(struck[1:], ends, strict=True)]
 
     def _recovery(self, struck_at: float, end: float = math.inf) -> Recovery:
-        marks = read_notes(self._file)
-        starts = (mark.at for mark in marks if mark.at > struck_at and mark.event == ">fit")
+        notes = read_notes(self._file)
+        starts = (note.at for note in notes if note.at > struck_at and note.event == ">fit")
         restarted_at = min(starts, default=math.inf)  # until then, old ranks may end a step
-        before = max((mark.step for mark in marks if mark.at < restarted_at), default=0)
-        following = [mark for mark in marks if struck_at < mark.at < end]
-        marks = [mark for mark in following if mark.step == 0 or mark.at > restarted_at]
-        return Recovery(struck_at, before, marks)
+        before = max((note.step for note in notes if note.at < restarted_at), default=0)
+        following = [note for note in notes if struck_at < note.at < end]
+        notes = [note for note in following if note.step == 0 or note.at > restarted_at]
+        return Recovery(struck_at, before, notes)
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -387,3 +388,15 @@ def test_wandb_s_process_is_prepared_unless_it_is_disabled(monkeypatch, variable
     monkeypatch.setattr(wandb, "setup", settings.append)
     wandb_module.WandbRun.prepare_start(mode=mode, project="any")
     assert len(settings) == is_started
+
+
+def test_only_a_first_start_lists_the_installed_packages(tmp_path, monkeypatch):
+    def lists_packages(count):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        place = {"dir": str(tmp_path), "id": f"attempt{count}"}
+        run = wandb_module.start_run("offline", 30.0, **place)
+        run.finish()
+        return (Path(run.dir) / "requirements.txt").exists()
+
+    assert lists_packages("0")
+    assert not lists_packages("1")

@@ -21,7 +21,7 @@ from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
-from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service
+from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service, quick_start
 from lockstep_gpt.run.metrics_rows import STEP
 from lockstep_gpt.settings import check_choice
 from lockstep_gpt.whole_files import replace_text
@@ -195,7 +195,7 @@ def decide_mode(mode: str) -> Any:
 
 def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
     """Start or resume a wandb run; one that can't reach the server in `seconds` logs offline."""
-    quiet = wandb.Settings(console="off", silent=True, init_timeout=seconds)
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=seconds, **quick_start())
     try:
         return wandb.init(mode=mode, settings=quiet, **arguments)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
