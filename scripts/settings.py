@@ -166,13 +166,14 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
 def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
     """Describe which values a setting accepts."""
     hint = get_type_hints(schema)[item.name]
-    kind, *null = [hint.__name__] if isinstance(hint, type) else str(hint).split(" | ")
+    kinds = [hint.__name__] if isinstance(hint, type) else str(hint).split(" | ")
     limits = " and ".join(
         f"{rule.replace('_', ' ')} {limit}" for rule, limit in item.metadata["limits"].items()
     )
     chosen = ", ".join(f"`{choice}`" for choice in item.metadata["choices"] or ())
-    values = chosen or f"{TYPES[kind.partition('[')[0]]} {limits}".rstrip()
-    return f"{values}; or null" if null else values
+    types = [TYPES[kind.partition("[")[0]] for kind in kinds if kind != "None"]
+    values = chosen or f"{'; or '.join(types)} {limits}".rstrip()
+    return f"{values}; or null" if "None" in kinds else values
 
 
 def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

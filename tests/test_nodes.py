@@ -1,9 +1,11 @@
 """Several machines, simulated as network namespaces: one run, also when a link fails."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,12 @@ def main(words):
     with open(os.environ["NAMESPACE"]) as namespace:
         call("setns", namespace.fileno(), NET)
     return cli.main(words)
+def apart(words):
+    # Also with a memory of its own.
+    call("unshare", MOUNTS)
+    call("mount", b"none", b"/", None, PRIVATE, None)
+    call("mount", b"none", b"/dev/shm", b"tmpfs", 0, None)
+    return main(words)
 def torchrun(words):
     from torch.distributed import run
     with open(os.environ["NAMESPACE"]) as namespace:
@@ -77,10 +85,10 @@ class Nodes:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
-    def start(self, command, node, *overrides, **environment):
+    def start(self, command, node, *overrides, function="main", **environment):
         launch = [f"launch.node_rank={node}", f"launch.rdzv_endpoint={self.addresses[0]}:29511"]
         words = command.smoke("trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2")
-        return self._start(command, node, "main", *words, *launch, *overrides, **environment)
+        return self._start(command, node, function, *words, *launch, *overrides, **environment)
 
     def start_torchrun(self, command, node, *overrides):
         """Start torchrun with one rank where the own name is 127.0.1.1, Debian's default."""
@@ -181,10 +189,10 @@ def training(nodes, command, wait_for):
     """Start a long run on both nodes and wait until it trains."""
     started = []
 
-    def start(*overrides):
+    def start(*overrides, function="main"):
         run = command.folder / "run"
         words = (*LONG, *QUICK, f"run_dir={run}", *overrides)
-        started.extend(nodes.start(command, node, *words) for node in (0, 1))
+        started.extend(nodes.start(command, node, *words, function=function) for node in (0, 1))
         wait_for(lambda: steps(run) > 30)
         assert "1 device x 2 nodes" in (run / "train.log").read_text()
         return run, started
@@ -251,6 +259,43 @@ def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
     nodes.lose_all_packets()
     statuses, _ = ended(*processes, limit=300)
     assert all(status != 0 for status in statuses)
+
+
+MEMORY = ("checkpoint.memory=2", "checkpoint.every=4000", "checkpoint.keep_best=0")
+
+
+def memory_of(process, run):
+    """Return the folder of the run's states in the memory of a machine's process."""
+    token = (run / ".token").read_text().strip()
+    (folder,) = Path(f"/proc/{process.pid}/root/dev/shm").glob(f"*-{token}")
+    return folder
+
+
+def test_a_machine_without_the_newest_state_gets_it_from_another(
+    training, processes_of, kill, wait_for
+):
+    """Nothing is saved on disk: without the other machine's memory, it would start over."""
+    run, started = training(*MEMORY, "optim=muon", function="apart")
+    before = steps(run)
+    shutil.rmtree(memory_of(started[0], run))
+    kill(max(processes_of(run)))
+    log = run / "train.log"
+    wait_for(lambda: "kept in memory" in log.read_text())
+    wait_for(lambda: steps(run) > before + 30)
+    step = int(re.search(r"continues from step (\d+), kept in memory", log.read_text())[1])
+    assert step >= before - 3
+    assert [*memory_of(started[0], run).glob("*.[01]")]
+
+
+def test_the_rest_of_the_machines_continues_from_memory(training, nodes, wait_for):
+    late = "strategy.timeout_seconds=8"
+    run, processes = training("launch.min_nodes=1", late, *MEMORY, function="apart")
+    nodes.link(1, "down")
+    processes[1].kill()
+    log = run / "train.log"
+    wait_for(lambda: "kept in memory" in log.read_text(), seconds=300)
+    before = steps(run)
+    wait_for(lambda: steps(run) > before + 30)
 
 
 @pytest.mark.parametrize(

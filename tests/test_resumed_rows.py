@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 
@@ -31,6 +32,7 @@ TIMES_OF_SUMMARY = {
     "saving_share",
     "peak_memory_gb",
     "wall_seconds",
+    "memory_every",
 }
 PLACES = {"wandb_run_id", "best_checkpoint", "last_checkpoint", "weights"}
 
@@ -131,3 +133,24 @@ def test_fewer_ranks_log_the_same_bits_with_sums_in_one_order(command, stops):
     command(*resume, "trainer.devices=2", status=1, **place)
     command(*resume, "trainer.devices=1", **place)
     assert rows(command.folder / "run") == rows(command.folder / "whole")
+
+
+@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_restart_from_memory_changes_no_number(command, stops, optimizer):
+    """The kills come between two rows, after a validation, and after a save of it."""
+    size = ["batch.global_size=12", "batch.micro_size=2", "trainer=cpu", "trainer.devices=3"]
+    words = [*size, "log_every=4", "checkpoint.every=10", f"optim={optimizer}"]
+    words += ["checkpoint.memory=5", "val_every=5"]
+    command.train(*words, "run_dir=whole")
+    plan = stops("7:1:SIGKILL", "10:0:SIGKILL", "13:2:SIGKILL")
+    place = {"PYTHONPATH": str(command.folder)}
+    printed = command.train(*words, *plan, "run_dir=run", **place)
+    continued = re.findall(r"continues from step (\d+), kept in memory", printed.stdout)
+    assert continued[0] == "5"
+    assert set(continued) <= {"5", "10"}  # a kill may come before a state is complete
+    whole = command.folder / "whole"
+    run = command.folder / "run"
+    assert rows(run) == rows(whole)
+    assert summary(command, "run") == summary(command, "whole")
+    assert command.summary("run")["weights"] == command.summary("whole")["weights"]

@@ -98,7 +98,8 @@ def test_a_stop_is_not_caught_as_an_exception():
 
 def test_a_single_rank_decides_without_communication():
     vote = StopVote()
-    assert [vote.cast(signum) for signum in (0, 15, 0)] == [0, 15, 0]
+    assert [vote.cast(signum)[0] for signum in (0, 15, 0)] == [0, 15, 0]
+    assert [vote.cast(0, wish)[1] for wish in (True, False, False)] == [False, True, False]
     vote.close()
 
 

@@ -1,0 +1,52 @@
+"""How often states are kept in memory: as often as they take 1 % of the time."""
+
+import pytest
+
+from lockstep_gpt.run.memory_turns import MemoryTurns
+
+
+def turns(setting):
+    made = MemoryTurns(setting, is_on=True)
+    made.begin(100)
+    return made
+
+
+def test_a_number_of_steps_counts_from_the_start_of_the_run():
+    every_seven = turns(7)
+    assert [step for step in range(101, 120) if every_seven.wish(step)] == [105, 112, 119]
+
+
+def test_without_memory_nothing_is_kept():
+    assert not any(MemoryTurns(setting).wish(10) for setting in ("auto", 1, False))
+
+
+@pytest.mark.parametrize(
+    ("waited", "background", "interval"), [(0.004, 0.006, 10), (0.3, 0.0, 300), (1e-6, 0.0, 1)]
+)
+def test_the_interval_is_the_smallest_that_costs_a_hundredth(waited, background, interval):
+    auto = turns("auto")
+    assert auto.interval is None
+    assert [auto.wish(step) for step in (101, 102)] == [False, True]
+    for _ in range(20):
+        auto.note_step(0.1)
+    auto.note_step(60.0)  # a pause of the machine
+    auto.note_state(102, waited)
+    auto.background = background
+    assert auto.interval == interval
+    assert next(step for step in range(103, 500) if auto.wish(step)) == 102 + interval
+
+
+def test_a_step_that_becomes_slower_shortens_the_interval():
+    auto = turns("auto")
+    auto.note_step(0.01)
+    auto.note_state(102, 0.01)
+    assert auto.interval == 100
+    for _ in range(64):
+        auto.note_step(0.1)
+    assert auto.interval == 10
+
+
+def test_nothing_is_kept_while_the_last_state_is_incomplete():
+    every = turns(1)
+    every.is_blocked = lambda: True
+    assert not every.wish(101)
