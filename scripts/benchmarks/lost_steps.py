@@ -155,7 +155,7 @@ class AttackedRun:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(CLOCK),
+            "PYTHONPATH": os.pathsep.join([str(CLOCK), os.environ.get("PYTHONPATH", "")]),
             "NOTES_FILE": str(self.folder / "notes"),
         }
         with (self.folder / f"output{number}").open("ab") as output:
@@ -196,6 +196,8 @@ class AttackedRun:
 
     def attack(self, kind: str, chance: random.Random) -> None:
         """Kill processes; return once the run has gone on, or soon."""
+        if kind == "unreadable" and self.kills:  # a command that is typed now would refuse the run
+            self.wait_for(lambda: self.has_recovered(self.kills[-1].at))
         newest = self.newest_step()
         hidden = contextlib.nullcontext()
         if kind == "unreadable":
