@@ -182,7 +182,7 @@ def test_a_full_memory_is_one_line_and_no_signal(identity, monkeypatch):
 
     slot = Slot(make_folder(identity) / "state.0")
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(SharedMemoryError, match=r"cannot grow \(No space left on device\)"):
+    with pytest.raises(SharedMemoryError, match=r"no room for .* \(No space left on device;"):
         slot.reserve(1 << 20)
 
 
@@ -193,3 +193,11 @@ def test_a_removed_file_is_noticed(identity):
     remove_states(identity)
     with pytest.raises(SharedMemoryError, match="was removed"):
         slot.fill(Layout(state_of(2.0)))
+
+
+def test_a_folder_that_another_user_could_replace_is_not_used(identity, tmp_path):
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    identity.folder.symlink_to(tmp_path / "theirs")
+    for look in (make_folder, states_in):
+        with pytest.raises(SharedMemoryError, match="belongs to another user"):
+            look(identity)

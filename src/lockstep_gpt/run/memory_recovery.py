@@ -111,5 +111,6 @@ def _receive(
     if slot is None:
         return None
     slot.write_header(header)
+    slot.close()
     state = KeptState(slot.path, header)
     return state if is_intact(state) else None

@@ -26,6 +26,7 @@ from lockstep_gpt.run.memory_files import (
     SharedMemoryError,
     digest_of,
 )
+from lockstep_gpt.run.memory_room import bytes_left
 from lockstep_gpt.run.memory_states import Place
 
 ALIGNMENT = 64  # bytes; where vector instructions are fastest
@@ -104,13 +105,22 @@ class Slot:
         if self._map is not None and size <= self.capacity:
             return
         size = _aligned(size + size // 64)  # containers grow by some bytes
+        missing = size - self.capacity
+        left = bytes_left()
+        if missing > left:
+            raise SharedMemoryError(
+                f"a state needs {missing:,} bytes more, but this machine has {left:,} left"
+            )
         try:
             # At once: writing to a page that there isn't would kill the process.
             os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + size)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # the first copy is as fast
             self._map = mmap.mmap(self._descriptor, HEADER_BYTES + size, flags)
         except OSError as error:
-            raise SharedMemoryError(f"{self.path} cannot grow ({error.strerror})") from None
+            raise SharedMemoryError(
+                f"{self.path.parent.parent} has no room for {missing:,} bytes more "
+                f"({error.strerror}; docker run --shm-size=8g enlarges it)"
+            ) from None
         self.capacity = size
         self._content = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
         self._views = {}
@@ -219,6 +229,11 @@ class SlotPair:
             return Slot(path)
         except OSError as error:
             raise SharedMemoryError(f"{path} cannot be made ({error.strerror})") from None
+
+    def close(self) -> None:
+        """Close the files; their states stay."""
+        for slot in filter(None, self._slots):
+            slot.close()
 
     def next_slot(self) -> Slot:
         """Return the slot of the older state, which is overwritten next."""

@@ -103,6 +103,7 @@ class MemoryWriter:
         """Complete a state in the thread; return the CPU time that it took there."""
         started = time.thread_time()
         self.copies.wait()
+        layout.tensors.clear()  # copied, so they need no memory any more
         slot.seal(layout, self.identity, step, part)
         return time.thread_time() - started
 
@@ -129,11 +130,19 @@ class MemoryWriter:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+        self._close_files()
+
+    def _close_files(self) -> None:
         self.copies.unpin()
+        if self._pair is not None:
+            self._pair.close()
         self._pair = None
+        if self._lock is not None:
+            self._lock.close()
+        self._folder = None
 
     def _give_up(self, error: SharedMemoryError) -> None:
         self.fault = str(error)
         logger.warning("the state isn't kept in memory any more: %s", error)
-        self._pair = None
+        self._close_files()
         remove_states(self.identity)

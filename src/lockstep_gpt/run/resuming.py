@@ -25,7 +25,7 @@ from lockstep_gpt.run.checkpoint_content import (
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
-from lockstep_gpt.run.memory_files import KeptState, identity_of
+from lockstep_gpt.run.memory_files import KeptState, identity_of, remove_states
 from lockstep_gpt.run.memory_recovery import newest_in_memory
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
@@ -88,7 +88,11 @@ def _newest_in_memory(
     Every rank must call this.
     """
     identity = identity_of(directory)
-    if identity is None or config.checkpoint.memory is False or config.resume_force:
+    if identity is None:
+        return None
+    if config.checkpoint.memory is False or config.resume_force:
+        if Ranks.from_environment().local_rank == 0:
+            remove_states(identity)  # the run leaves them behind
         return None
     saved = 0
     fault = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero
@@ -25,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class StateInMemory(StepCallback):
+class StateInMemory(StepCallback, Checkpoint):
     """Keeps, on a rank of each machine, what a checkpoint would have; all ranks take part.
 
-    It comes after the callback that saves, whose newest checkpoint the state then knows.
+    It comes after the callback that saves, whose newest checkpoint the state then knows: Lightning
+    moves a `Checkpoint` behind all callbacks that aren't.
     """
 
     config: Config
@@ -68,6 +70,8 @@ class StateInMemory(StepCallback):
         except SharedMemoryError as error:
             self.line = f"off: {error}"
             self.writer.close()
+            if self.ranks.rank > 0:  # rank 0's receipt says it
+                logger.warning("this machine keeps no state in memory: %s", error)
             return
         self.turns.is_on = self.ranks.rank == 0
         self.line = self._receipt_line(setting)
@@ -137,7 +141,7 @@ class StateInMemory(StepCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Keep the state that has waited for the validation."""
         self._clock = 0.0
-        if self._waits:
+        if self._waits and not trainer.should_stop:
             self._keep(trainer, pl_module, trainer.global_step)
 
     def _keep(self, trainer: Trainer, module: Any, step: int) -> None:

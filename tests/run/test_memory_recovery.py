@@ -1,0 +1,117 @@
+"""The newest state in any machine's memory: which one counts, and how machines get it."""
+
+import pytest
+import torch
+
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.run import memory_files, memory_recovery
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory_files import identity_of, states_in
+from lockstep_gpt.run.memory_recovery import newest_in_memory
+from lockstep_gpt.run.memory_states import read_state
+from lockstep_gpt.run.memory_writer import MemoryWriter, writer_of
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose machines have memory in folders."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create({"seed": 1})
+    for machine in range(4):
+        (tmp_path / f"machine{machine}").mkdir()
+    return directory
+
+
+def use_machine(run, machine):
+    """Give this process the memory of a machine."""
+    memory_files.SHARED_MEMORY = run.path.with_name(f"machine{machine}")
+
+
+@pytest.fixture(autouse=True)
+def own_memory(monkeypatch):
+    monkeypatch.setattr(memory_files, "SHARED_MEMORY", memory_files.SHARED_MEMORY)
+
+
+def keep(run, machine, *steps):
+    """Write states as a rank of an earlier start has."""
+    use_machine(run, machine)
+    writer = MemoryWriter(identity_of(run))
+    writer.start(1 << 10, None)
+    for step in steps:
+        writer.write(step, {"weight": torch.full((1000,), float(step)), "machine": machine})
+    writer.close()
+
+
+def damage(run, machine):
+    """Change a number in the newest state of a machine."""
+    use_machine(run, machine)
+    newest = states_in(identity_of(run))[0]
+    with newest.path.open("r+b") as file:
+        file.seek(memory_files.HEADER_BYTES + 100)
+        file.write(b"damaged!")
+
+
+def recover(run, on_ranks, machines=2, at_least=0):
+    """Return what each of two ranks of each machine continues from: step, machine of origin."""
+
+    def rank_of_machine(rank):
+        machine, local_rank = divmod(rank, 2)
+        use_machine(run, machine)
+        numbers = (rank, local_rank, 2 * machines, 2)
+        Ranks.from_environment = classmethod(lambda cls: cls(*numbers))  # of this process alone
+        writer = writer_of(run, Ranks.from_environment())
+        state = newest_in_memory(identity_of(run), writer, at_least)
+        if state is None:
+            return None
+        content = read_state(state)
+        assert bool((content["weight"] == state.step).all())
+        assert state.path.is_relative_to(memory_files.SHARED_MEMORY)
+        return state.step, content["machine"]
+
+    return on_ranks(2 * machines, rank_of_machine)
+
+
+def test_a_machine_with_an_older_state_gets_the_newest(run, on_ranks, monkeypatch):
+    monkeypatch.setattr(memory_recovery, "PIECE", 1000)  # it travels in several pieces
+    keep(run, 0, 4, 6)
+    keep(run, 1, 6, 8)
+    assert recover(run, on_ranks) == [(8, 1)] * 4
+
+
+def test_two_machines_without_a_state_get_it_from_the_third(run, on_ranks):
+    keep(run, 1, 5)
+    assert recover(run, on_ranks, machines=3) == [(5, 1)] * 6
+
+
+def test_a_damaged_state_does_not_count(run, on_ranks):
+    keep(run, 0, 4, 6)
+    keep(run, 1, 4)
+    damage(run, 0)
+    assert recover(run, on_ranks) == [(4, 0)] * 4
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(5, [(5, 0)] * 4), (6, [None] * 4)])
+def test_a_newer_checkpoint_counts_more(run, on_ranks, saved, expected):
+    keep(run, 0, 5)
+    assert recover(run, on_ranks, at_least=saved) == expected
+
+
+def test_a_machine_without_room_sends_all_to_the_disk(run, on_ranks):
+    keep(run, 0, 5)
+    run.path.with_name("machine1").rmdir()
+    assert recover(run, on_ranks) == [None] * 4
+
+
+def test_states_of_runs_that_nobody_continues_are_removed(run, tmp_path):
+    use_machine(run, 0)
+    folders = {}
+    for name in ("done", "deleted", "unfinished"):
+        directory = RunDirectory(tmp_path / name)
+        directory.create({"seed": 1})
+        keep(directory, 0, 1)
+        folders[name] = identity_of(directory).folder
+    RunDirectory(tmp_path / "done").write_summary({"status": "done"})
+    (tmp_path / "deleted/config.yaml").unlink()
+    (tmp_path / "deleted/.token").unlink()
+    memory_files.remove_abandoned()
+    assert {name for name in folders if folders[name].exists()} == {"unfinished"}
