@@ -10,8 +10,8 @@ Each of `--runs` runs loses processes `--kills` times, at random moments, also w
 - agent, command: of one machine
 
 Every other run is on two machines: network namespaces, each with a /dev/shm of its own. AdamW and
-Muon alternate. A command that ends early is typed again. Prints a line per run and a table of
-medians. Exits with 1 if a run's weights, optimizer state, or metrics.csv (except times) differ from
+Muon alternate. A command that ends early is typed again. Prints a line per run and, also after Ctrl-C, a table
+of medians. Exits with 1 if a run's weights, optimizer state, or metrics.csv (except times) differ from
 those of an undisturbed run, if it leaves states in memory, or if it computes more steps twice than
 two states are apart (half the kills: more than one interval). Needs root, iproute2, and util-linux.
 """
@@ -191,7 +191,7 @@ class AttackedRun:
         while not condition():
             if self.is_done():
                 return False
-            time.sleep(0.01)
+            time.sleep(0.03)
         return True
 
     def attack(self, kind: str, chance: random.Random) -> None:
@@ -290,47 +290,66 @@ def main() -> int:
             machine.remove()
 
 
+class Results:
+    """What the attacked runs have shown so far."""
+
+    def __init__(self) -> None:
+        self.repeated: dict[str, list[int]] = {}  # steps computed again, by the runs' shape
+        self.kills: Counter[str] = Counter()
+        self.runs = 0
+        self.wrong = 0
+
+    def add(self, run: AttackedRun, faults: list[str]) -> None:
+        """Note a run, and print its line."""
+        places = len(run.machines)
+        counts = run.repeated()
+        name = f"{run.ranks} ranks on {places} machine{'s' * (places > 1)}, {run.optimizer}"
+        self.repeated.setdefault(name, []).extend(counts)
+        self.kills.update(kill.kind for kill in run.kills)
+        self.runs += 1
+        self.wrong += bool(faults)
+        print(
+            f"{'WRONG' if faults else 'ok   '} {name:30} {len(run.kills):3} kills, "
+            f"{run.typed - places:2} commands again, {sum(counts):3} steps twice, "
+            f"at most {max(counts, default=0)} at once  {'; '.join(faults)}",
+            flush=True,
+        )
+
+    def show(self) -> None:
+        """Print the table."""
+        print(f"\n{'steps computed twice after a start':36}  starts  median  largest")
+        everything = [step for counts in self.repeated.values() for step in counts]
+        for name, counts in {**self.repeated, "all": everything}.items():
+            if counts:
+                print(f"{name:36}{len(counts):8}{statistics.median(counts):8g}{max(counts):9}")
+        kinds = ", ".join(f"{kind} {number}" for kind, number in self.kills.items())
+        print(f"an interval has {EVERY} steps; {self.kills.total()} kills: {kinds}")
+        print(f"{self.runs - self.wrong} of {self.runs} runs ended as they should")
+
+
 def attack_runs(
     folder: Path, machines: list[Machine], count: int, kills: int, chance: random.Random
 ) -> int:
-    """Attack `count` runs, and print their table; return 1 if one is not as it should be."""
+    """Attack `count` runs, or fewer until Ctrl-C; return 1 if one is not as it should be."""
     expected: dict[tuple[int, int, str], Remains] = {}
-    repeated: dict[str, list[int]] = {}
-    all_kills: Counter[str] = Counter()
-    wrong = 0
-    for number in range(count):
-        ranks, places = SHAPES[number % len(SHAPES)]
-        optimizer = ("adamw", "muon")[number // len(SHAPES) % 2]
-        shape = (ranks, places, optimizer)
-        if shape not in expected:
-            name = f"undisturbed-{ranks}-{places}-{optimizer}"
-            undisturbed = AttackedRun(folder / name, ranks, optimizer, machines[:places])
-            undisturbed.start()
-            undisturbed.wait_for(lambda: False)
-            expected[shape] = left_by(undisturbed.directory)
-        run = AttackedRun(folder / str(number), ranks, optimizer, machines[:places])
-        faults = attack_run(run, kills, chance)
-        faults = faults or run.faults(expected[shape])
-        wrong += bool(faults)
-        counts = run.repeated()
-        repeated.setdefault(f"{ranks} ranks, {places} machines", []).extend(counts)
-        all_kills.update(kill.kind for kill in run.kills)
-        print(
-            f"{'WRONG' if faults else 'ok   '} {number:3}  {ranks} ranks, {places} machines, "
-            f"{optimizer:5}  {len(run.kills):3} kills, {run.typed - places} commands again, "
-            f"{sum(counts):4} steps twice, at most {max(counts, default=0)} at once  "
-            f"{time.monotonic() - run.started:4.0f} s  {'; '.join(faults)}",
-            flush=True,
-        )
-    print(f"\n{'steps computed twice after a start':36}  starts  median  largest")
-    everything = [step for counts in repeated.values() for step in counts]
-    for name, counts in {**repeated, "all": everything}.items():
-        if counts:
-            print(f"{name:36}{len(counts):8}{statistics.median(counts):8g}{max(counts):9}")
-    kinds = ", ".join(f"{kind} {number}" for kind, number in all_kills.items())
-    print(f"an interval has {EVERY} steps; {all_kills.total()} kills: {kinds}")
-    print(f"{count - wrong} of {count} runs ended as they should")
-    return 1 if wrong else 0
+    results = Results()
+    try:
+        for number in range(count):
+            ranks, places = SHAPES[number % len(SHAPES)]
+            optimizer = ("adamw", "muon")[number // len(SHAPES) % 2]
+            shape = (ranks, places, optimizer)
+            if shape not in expected:
+                name = f"undisturbed-{ranks}-{places}-{optimizer}"
+                undisturbed = AttackedRun(folder / name, ranks, optimizer, machines[:places])
+                undisturbed.start()
+                undisturbed.wait_for(lambda: False)
+                expected[shape] = left_by(undisturbed.directory)
+            run = AttackedRun(folder / str(number), ranks, optimizer, machines[:places])
+            results.add(run, attack_run(run, kills, chance) or run.faults(expected[shape]))
+    except KeyboardInterrupt:
+        pass
+    results.show()
+    return 1 if results.wrong else 0
 
 
 def attack_run(run: AttackedRun, kills: int, chance: random.Random) -> list[str]:
