@@ -10,10 +10,11 @@ Each of `--runs` runs loses processes `--kills` times, at random moments, also w
 - agent, command: of one machine
 
 Every other run is on two machines: network namespaces, each with a /dev/shm of its own. AdamW and
-Muon alternate. A command that ends early is typed again. Prints a line per run and, also after Ctrl-C, a table
-of medians. Exits with 1 if a run's weights, optimizer state, or metrics.csv (except times) differ from
-those of an undisturbed run, if it leaves states in memory, or if it computes more steps twice than
-two states are apart (half the kills: more than one interval). Needs root, iproute2, and util-linux.
+Muon alternate. A command that ends early is typed again. Prints a line per run and, also after
+Ctrl-C, a table of medians. Exits with 1 if a run's weights, optimizer state, or metrics.csv (except
+times) differ from those of an undisturbed run, if it leaves states in memory, or if it computes
+more steps twice than two states are apart (half the kills: more than one interval). Needs root,
+iproute2, and util-linux.
 """
 
 from __future__ import annotations
