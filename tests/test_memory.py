@@ -27,10 +27,6 @@ class Acts(lightning.Callback):
                 globals()[action](pathlib.Path(trainer.default_root_dir))
 def kill(run):
     os.kill(os.getpid(), signal.SIGKILL)
-def kill_command(run):
-    os.kill(int((run / "pid").read_text()), signal.SIGKILL)
-def terminate(run):
-    os.kill(os.getpid(), signal.SIGTERM)
 def fail(run):
     raise ValueError("on purpose")
 def damage(run):
@@ -105,16 +101,16 @@ def test_killed_ranks_continue_from_memory_and_read_no_checkpoint(train, command
 
 def test_a_command_that_was_killed_continues_from_memory_on_another_number_of_ranks(train, command):
     exact = ["batch.exact_micro_size=2", "launch.max_restarts=0"]
-    printed = train("8:1:kill", words=exact, status=1)
+    printed = train("14:1:kill", words=exact, status=1)
     last = printed.strip().splitlines()[-1]
-    assert "no restarts are left; step 6 stays in this machine's memory (" in last
+    assert "no restarts are left; step 12 stays in this machine's memory (" in last
     assert last.endswith("resume=auto")
     assert len(folders(command)) == 1
-    refused = command("train", "run_dir=run", "resume=auto", "max_steps=5", status=2)
-    assert "has already reached step 6" in refused.stderr
+    refused = command("train", "run_dir=run", "resume=auto", "max_steps=8", status=2)
+    assert "has already reached step 12" in refused.stderr
     resume = ["train", "run_dir=run", "resume=auto", "trainer.devices=1"]
     printed = output(command(*resume, PYTHONPATH=str(command.folder)))
-    assert "continues from step 6, kept in memory" in printed
+    assert "continues from step 12, kept in memory" in printed
     command.train(*TWO, *exact, "run_dir=whole")
     ours, theirs = weights(command), weights(command, "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -126,9 +122,28 @@ def test_a_newer_checkpoint_comes_before_memory(train):
     assert "kept in memory" not in printed
 
 
-@pytest.mark.parametrize(("action", "status"), [("terminate", 143), ("fail", 1)])
-def test_memory_is_released_when_a_run_has_stopped_or_failed(train, command, action, status):
-    train(f"8:1:{action}", status=status)
+def test_memory_is_released_when_a_run_has_failed(train, command):
+    train("8:1:fail", status=1)
+    assert folders(command) == []
+
+
+def test_memory_stays_when_the_command_is_killed_and_is_released_when_it_stops(command, wait_for):
+    words = (*TWO, "checkpoint.memory=2", "max_steps=4000", "log_every=1", "run_dir=run")
+    log = command.folder / "run/train.log"
+    process = command.start(*command.smoke(*words))
+    wait_for(lambda: log.exists() and "step 30/" in log.read_text())
+    process.kill()
+    process.communicate(timeout=120)
+    (folder,) = folders(command)
+    assert [*folder.glob("*.[01]")]
+    process = command.start("train", "run_dir=run", "resume=auto")
+    wait_for(lambda: re.search(r"continues from step \d+, kept in memory", log.read_text()))
+    step = int(re.findall(r"continues from step (\d+), kept in memory", log.read_text())[0])
+    assert step >= 28
+    wait_for(lambda: f"step {step + 9}/" in log.read_text())
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 143
     assert folders(command) == []
 
 

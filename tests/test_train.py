@@ -22,6 +22,7 @@ def test_the_run_directory_contains_the_documented_files(finished):
     }
     assert present - OF_EXTRAS == {
         ".saved",
+        ".token",
         "config.yaml",
         "train.log",
         "metrics.csv",

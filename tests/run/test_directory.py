@@ -78,7 +78,7 @@ def test_another_machine_never_reads_half_of_it(run, monkeypatch):
     monkeypatch.setattr("lockstep_gpt.run.directory.frozen_text", written)
     run.create(VALUES)
     assert run.values() == VALUES
-    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+    assert {path.name for path in run.path.iterdir()} == {".token", "config.yaml"}
 
 
 def test_a_reference_to_the_environment_is_kept_in_the_file_and_resolved_by_who_reads(
@@ -151,10 +151,25 @@ def test_only_one_of_several_simultaneous_launches_gets_the_directory(run):
 
 def test_leftovers_of_a_killed_start_do_not_matter(run):
     run.path.mkdir(parents=True)
-    for name in (".lock", ".config.yaml.tmp"):
+    for name in (".lock", ".config.yaml.tmp", ".token", ".token.tmp"):
         (run.path / name).write_text("half of it")
     run.create(VALUES)
     assert run.values() == VALUES
+
+
+def test_a_run_has_a_name_of_its_own_in_memory(run, tmp_path):
+    run.create(VALUES)
+    token = run.token()
+    run.refreeze(VALUES)
+    assert run.token() == token
+    another = RunDirectory(tmp_path / "another")
+    another.create(VALUES)
+    assert another.token() != token
+    run.name_in_memory.write_text("../elsewhere")
+    assert run.token() is None
+    run.name_in_memory.unlink()  # an earlier version created the run
+    run.refreeze(VALUES)
+    assert run.token() is not None
 
 
 def test_a_place_that_cannot_be_written_is_rejected_in_one_line(tmp_path):
@@ -269,7 +284,8 @@ def test_a_summary_is_replaced_as_a_whole(run):
     run.write_summary({"status": "failed", "step": 5})
     run.write_summary({"status": "done"})
     assert run.read_summary() == {"status": "done"}
-    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "summary.json"}
+    files = {path.name for path in run.path.iterdir()}
+    assert files == {".token", "config.yaml", "summary.json"}
 
 
 def test_a_summary_that_cannot_be_written_leaves_the_old_one(run):

@@ -27,6 +27,15 @@ def use_machine(run, machine):
     memory_files.SHARED_MEMORY = run.path.with_name(f"machine{machine}")
 
 
+def newest_steps(run, machines):
+    """Return the step of the newest state in each machine's own memory."""
+    steps = []
+    for machine in range(machines):
+        use_machine(run, machine)
+        steps.append(states_in(identity_of(run))[0].step)
+    return steps
+
+
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch):
     monkeypatch.setattr(memory_files, "SHARED_MEMORY", memory_files.SHARED_MEMORY)
@@ -65,7 +74,6 @@ def recover(run, on_ranks, machines=2, at_least=0):
             return None
         content = read_state(state)
         assert bool((content["weight"] == state.step).all())
-        assert state.path.is_relative_to(memory_files.SHARED_MEMORY)
         return state.step, content["machine"]
 
     return on_ranks(2 * machines, rank_of_machine)
@@ -76,11 +84,13 @@ def test_a_machine_with_an_older_state_gets_the_newest(run, on_ranks, monkeypatc
     keep(run, 0, 4, 6)
     keep(run, 1, 6, 8)
     assert recover(run, on_ranks) == [(8, 1)] * 4
+    assert newest_steps(run, 2) == [8, 8]
 
 
 def test_two_machines_without_a_state_get_it_from_the_third(run, on_ranks):
     keep(run, 1, 5)
     assert recover(run, on_ranks, machines=3) == [(5, 1)] * 6
+    assert newest_steps(run, 3) == [5, 5, 5]
 
 
 def test_a_damaged_state_does_not_count(run, on_ranks):
