@@ -151,7 +151,7 @@ def test_only_one_of_several_simultaneous_launches_gets_the_directory(run):
 
 def test_leftovers_of_a_killed_start_do_not_matter(run):
     run.path.mkdir(parents=True)
-    for name in (".lock", ".config.yaml.tmp", ".token", ".token.tmp"):
+    for name in (".lock", ".config.yaml.tmp", ".token", "..token.tmp"):
         (run.path / name).write_text("half of it")
     run.create(VALUES)
     assert run.values() == VALUES

@@ -88,13 +88,16 @@ class Slot:
     """One file of a writer, which only this process writes.
 
     Args:
-        path: of the file; another process may still read an earlier one of this name.
+        path: of the file. One that is there is overwritten, which saves the time for new pages.
+        is_read: replace it instead, because ranks still read it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_read: bool = False) -> None:
         self.path = path
-        path.unlink(missing_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if is_read:
+            path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(path, flags, 0o600)
         self.capacity = 0  # bytes after the header
         self._map: Any = None
         self._content = torch.empty(0, dtype=torch.uint8)
@@ -105,7 +108,7 @@ class Slot:
         if self._map is not None and size <= self.capacity:
             return
         size = _aligned(size + size // 64)  # containers grow by some bytes
-        missing = size - self.capacity
+        missing = max(0, HEADER_BYTES + size - os.fstat(self._descriptor).st_size)
         left = bytes_left()
         if missing > left:
             raise SharedMemoryError(
@@ -124,6 +127,7 @@ class Slot:
         self.capacity = size
         self._content = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
         self._views = {}
+        self.unseal()
 
     @property
     def content(self) -> Tensor:
@@ -226,7 +230,7 @@ class SlotPair:
 
     def _new_slot(self, path: Path) -> Slot:
         try:
-            return Slot(path)
+            return Slot(path, is_read=path == self._kept)
         except OSError as error:
             raise SharedMemoryError(f"{path} cannot be made ({error.strerror})") from None
 

@@ -34,8 +34,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.memory_files import KeptState
-from lockstep_gpt.run.memory_turns import MemoryTurns
-from lockstep_gpt.run.memory_writer import writer_of
+from lockstep_gpt.run.memory_writer import MemoryWriter, writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
@@ -129,33 +128,27 @@ def assemble(
     data = build_data(config, batch)
     module = GPTModule(config, schedule, tokenizer_of(data))
 
-    # Weights: those of the run's checkpoint; without one, initial ones, if the model has a source.
+    # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
     disk = checkpoint_io(directory, config, hashes)
-    refuse_other_directory(directory)
     writer = writer_of(directory, ranks)
-    resume = state_to_resume(directory, config, module, writer)
+    resume = weights_to_begin_with(directory, config, module, writer)
     disk.verified = resume
-    if resume is None and config.resume in ("none", "auto"):
-        load_initial_weights(module.model, module.tokenizer)
 
     # What watches and keeps the run, and the Trainer.
-    peak = peak_tflops(config, batch.world_size)
-    flops = module.model.flops_per_token
-    metrics = Metrics(config.log_every, batch.tokens_per_step, flops, peak)
+    metrics = build_metrics(config, batch, module)
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
     checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    overhead = Overhead(config, checkpoints)
-    turns = MemoryTurns(config.checkpoint.memory)
-    memory = StateInMemory(config, checkpoints, hashes, turns, writer)
+    memory = StateInMemory(config, checkpoints, hashes, writer)
+    stop = GracefulStop(checkpoints, memory.turns)
     loggers = build_loggers(trackers, directory, batch, module)
     trainer = build_trainer(
         config,
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, hashes, overhead, GracefulStop(checkpoints, turns), checkpoints, memory],
+        last=[*guards, hashes, Overhead(config, checkpoints), stop, checkpoints, memory],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
@@ -166,6 +159,24 @@ def assemble(
     return Training(
         directory, ranks.rank, kernels, batch, data, module, resume, metrics, metrics_file, trainer
     )
+
+
+def weights_to_begin_with(
+    directory: RunDirectory, config: Config, module: GPTModule, writer: MemoryWriter | None
+) -> VerifiedCheckpoint | KeptState | None:
+    """Return what to resume from; without it, load initial weights, if the model has a source."""
+    refuse_other_directory(directory)
+    resume = state_to_resume(directory, config, module, writer)
+    if resume is None and config.resume in ("none", "auto"):
+        load_initial_weights(module.model, module.tokenizer)
+    return resume
+
+
+def build_metrics(config: Config, batch: BatchPlan, module: GPTModule) -> Metrics:
+    """Return what measures the run."""
+    peak = peak_tflops(config, batch.world_size)
+    flops = module.model.flops_per_token
+    return Metrics(config.log_every, batch.tokens_per_step, flops, peak)
 
 
 def batch_of(config: Config, ranks: Ranks) -> BatchPlan:

@@ -17,7 +17,8 @@ from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
-from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
+from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError, make_folder
+from lockstep_gpt.run.memory_room import refuse_little_room
 from lockstep_gpt.run.memory_turns import MemoryTurns
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
@@ -36,14 +37,17 @@ class StateInMemory(StepCallback, Checkpoint):
     config: Config
     checkpoints: Checkpoints
     hashes: WeightHashes
-    turns: MemoryTurns
     writer: MemoryWriter | None  # None: another rank of this machine writes
+    turns: MemoryTurns = field(init=False)
     ranks: Ranks = field(default_factory=Ranks.from_environment)
     line: str | None = field(default=None, init=False)  # of the receipt
     _size: int = field(default=0, init=False)  # bytes of a state
     _waits: bool = field(default=False, init=False)  # for the end of a validation
     _told: bool = field(default=False, init=False)  # the interval
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
+
+    def __post_init__(self) -> None:
+        self.turns = MemoryTurns(self.config.checkpoint.memory)
 
     def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
         """Take the memory, on the ranks that write.
@@ -66,6 +70,8 @@ class StateInMemory(StepCallback, Checkpoint):
             return
         kept = resumed if isinstance(resumed, KeptState) else None
         try:
+            if setting == "auto":
+                refuse_little_room(make_folder(self.writer.identity), 2 * size)
             self.writer.start(size, kept)
         except SharedMemoryError as error:
             self.line = f"off: {error}"
