@@ -1,5 +1,7 @@
 """Whatever ends a run, the last line says why, what is saved, and how to go on."""
 
+import errno
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -181,6 +183,15 @@ def test_a_damaged_checkpoint_does_not_count_as_saved(run):
 def test_without_a_checkpoint_the_run_starts_over(run):
     shutil.rmtree(run.checkpoints)
     assert way_on(run) == f"nothing is saved; to start over: {resume_command(run)}"
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_named(run, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may read all
+    fault = f"{run.checkpoints} cannot be read: Permission denied; make it readable"
+    assert way_on(run) == f"{fault}; to continue: {resume_command(run)}"
 
 
 def test_a_shell_reads_the_command_as_it_was_meant(run):

@@ -1,3 +1,5 @@
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -77,3 +79,23 @@ def test_exit_handlers_that_hang_do_not_keep_a_process_with_trackers():
     )
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=240)
     assert ended.returncode == 3
+
+
+def test_the_end_of_one_child_ends_the_wait_for_all():
+    first, second = (subprocess.Popen(["sleep", seconds]) for seconds in ("0.2", "3600"))
+    waited_for = [second.pid, first.pid]
+    processes.wait_for_end(waited_for, 3600 if hasattr(os, "pidfd_open") else 30)
+    assert (first.poll(), second.poll()) == (0, None)
+    second.kill()
+    second.wait()
+
+
+def test_a_kernel_that_cannot_tell_of_an_end_costs_the_whole_wait(monkeypatch):
+    def refuse(_):
+        raise OSError(errno.ENOSYS, "no such call")
+
+    waits = []
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    monkeypatch.setattr(processes.time, "sleep", waits.append)
+    processes.wait_for_end([os.getpid()], 0.1)
+    assert waits == [0.1]

@@ -5,11 +5,13 @@ import ctypes
 import gc
 import importlib
 import os
+import select
 import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -77,6 +79,26 @@ def limit_exit(seconds: float) -> None:
     """Let exit handlers and remaining threads take `seconds` at most: a tracker's may hang."""
     global _exit_seconds
     _exit_seconds = seconds
+
+
+def wait_for_end(children: Iterable[int], seconds: float) -> None:
+    """Wait until one of these child processes ends, but at most `seconds`.
+
+    Args:
+        children: process ids whose exit status has not been read.
+        seconds: the limit; without Linux 5.3, always so long.
+    """
+    with contextlib.ExitStack() as files:
+        poll = select.poll()
+        try:
+            for pid in children:
+                descriptor = os.pidfd_open(pid)
+                files.callback(os.close, descriptor)
+                poll.register(descriptor, select.POLLIN)
+        except (AttributeError, OSError):  # another system, an older kernel, or a sandbox
+            time.sleep(seconds)
+        else:
+            poll.poll(seconds * 1000)
 
 
 def end_with_parent(parent: int) -> None:

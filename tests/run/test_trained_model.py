@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.checkpoint import write_checkpoint
+from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.trained_model import load_model
 
 SHAPE = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
@@ -49,6 +52,23 @@ def test_a_model_with_weights_that_are_not_finite_is_refused(tmp_path):
     write_checkpoint({"config": CONFIG, "tokenizer": tokenizer, "state_dict": weights}, path)
     with pytest.raises(UserError, match=r"such as final_norm\.weight; use another checkpoint$"):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_refused"),
+    [
+        ([1.0, torch.nan], True),
+        ([torch.inf, -torch.inf], True),
+        ([3e38, 3e38], False),  # their sum is infinite
+        ([1.0, -1.0], False),
+    ],
+)
+def test_weights_are_refused_for_their_numbers_not_for_their_sum(numbers, is_refused):
+    refused = contextlib.nullcontext()
+    if is_refused:
+        refused = pytest.raises(UserError, match="such as w; use")
+    with refused:
+        refuse_broken_weights([("w", torch.tensor(numbers))], "checkpoint c")
 
 
 def test_a_model_is_readable_without_the_run_s_environment(tmp_path):

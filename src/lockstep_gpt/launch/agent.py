@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lockstep_gpt import PROGRAM, pausing, standard_streams, stop_signals
+from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
@@ -34,6 +34,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
 
+MONITOR_SECONDS = 0.1  # between looks at other machines; an end of a rank is seen at once
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 
 
@@ -146,7 +147,7 @@ class RankAgent(LocalElasticAgent):
             args=tuple(arguments),
             rdzv_handler=get_rendezvous_handler(parameters),
             max_restarts=config.launch.max_restarts,
-            monitor_interval=0.1,
+            monitor_interval=0.001,  # `_monitor_workers` waits; torch refuses 0
             local_addr=rendezvous["local_addr"],
         )
         barrier = rendezvous.get("last_call_timeout", 30)  # as at the start; torch's own: 300
@@ -187,6 +188,8 @@ class RankAgent(LocalElasticAgent):
         return [process.pid for process in self._processes().values() if process.poll() is None]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._failed_ranks(worker_group):
+            processes.wait_for_end(self.live_ranks(), MONITOR_SECONDS)
         self._first_signal.raise_received()  # if a library has swallowed the exception
         self.last_check = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
@@ -206,11 +209,11 @@ class RankAgent(LocalElasticAgent):
             raise (error.__context__ or error) from None
 
     def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, Ending]:
-        processes = self._processes()
+        ranks = self._processes()
         codes = {
-            worker.global_rank: processes[worker.local_rank].poll()
+            worker.global_rank: ranks[worker.local_rank].poll()
             for worker in worker_group.workers
-            if worker.local_rank in processes
+            if worker.local_rank in ranks
         }
         if not any(codes.values()):
             return {}

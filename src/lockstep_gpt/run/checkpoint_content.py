@@ -62,7 +62,8 @@ def refuse_broken_weights(
 ) -> None:
     """Raise a `UserError` if a weight of the checkpoint `where` is infinite or not a number."""
     for name, weight in weights:
-        if not weight.isfinite().all():
+        # A sum takes a fortieth of the time, but sums of finite numbers may be infinite, too.
+        if not weight.sum().isfinite() and not weight.isfinite().all():
             raise UserError(f"{where} has weights that are not finite, such as {name}; {remedy}")
 
 

@@ -64,6 +64,8 @@ def way_on(run: RunDirectory, node_rank: int = 0) -> str:
         if not checkpoints_in(run.checkpoints):
             return f"nothing is saved; to start over{command}"
         return f"no checkpoint in {run.checkpoints} is intact; restore one, then continue{command}"
+    except UserError as fault:
+        return f"{fault}; to continue{command}"
     except OSError as error:
         return f"{run.checkpoints} cannot be read ({error.strerror}); to continue{command}"
 

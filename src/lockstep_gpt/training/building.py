@@ -93,7 +93,28 @@ def build_guards(
     return guards
 
 
-def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) -> list[Logger]:
+def guard_loggers(directory: RunDirectory, config: Config) -> dict[str, TrackerGuard]:
+    """Return a guard for each chosen logger.
+
+    A logger's class may have a static method `prepare_start` for what takes long and needs only the
+    logger's settings, such as starting a process. It runs while the rank makes its other parts.
+    """
+    seconds = seconds_of_trackers(config)
+    guards = {}
+    for name, node in config.logger.items():
+        guard = TrackerGuard(name, seconds, directory)
+        prepare_start = getattr(target_of(node), "prepare_start", None)
+        if prepare_start is not None:
+            guard.prepare(partial(prepare_start, **node))
+        guards[name] = guard
+    if guards:
+        limit_exit(seconds)
+    return guards
+
+
+def build_loggers(
+    guards: dict[str, TrackerGuard], directory: RunDirectory, batch: BatchPlan, module: GPTModule
+) -> list[Logger]:
     """Build the chosen loggers, which can't end the run; ours get the run and derived values."""
     derived = {
         "world_size": batch.world_size,
@@ -105,16 +126,13 @@ def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) 
     }
     values = {**directory.values(), **derived}
     known = {"directory": directory, "config": values, "model": module.model}
-    seconds = seconds_of_trackers(module.config)
     loggers = []
-    for name, node in module.config.logger.items():
-        guard = TrackerGuard(name, seconds, directory)
+    for name, guard in guards.items():
+        node = module.config.logger[name]
         logger = guard.start(target_of(node), partial(build, node, {**known, "guard": guard}))
         if not isinstance(logger, TrackedRun):  # which got them at its start
             logger.log_hyperparams(values)
         loggers.append(logger)
-    if loggers:
-        limit_exit(seconds)
     return loggers
 
 

@@ -47,6 +47,7 @@ from lockstep_gpt.training.building import (
     build_guards,
     build_loggers,
     build_trainer,
+    guard_loggers,
 )
 from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.initial_weights import load_initial_weights
@@ -113,6 +114,9 @@ def assemble(
     directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO, store: Store | None
 ) -> Training:
     """Make everything that a run needs, from the ranks' connection to the Trainer."""
+    # Trackers, which only rank 0 has: their processes start meanwhile.
+    trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
+
     # Ranks: joining the others also selects this rank's GPU.
     record_collectives(backend_of(config), directory.rank_logs)
     join(ranks, config, store)
@@ -140,7 +144,7 @@ def assemble(
     overhead = Overhead(config, checkpoints)
     memory = StateInMemory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns)
-    loggers = build_loggers(directory, batch, module) if ranks.rank == 0 else []
+    loggers = build_loggers(trackers, directory, batch, module)
     trainer = build_trainer(
         config,
         ranks,

@@ -9,6 +9,7 @@ from lockstep_gpt.extras.cluster.drill import shocks
 DRILLS = [
     "a run without faults",
     "2 kills and stops of ranks",
+    "kills between checkpoints",
     "a second command on a run",
     "kill -9, and a corpus that grows",
     "SIGTERM to the command",
@@ -48,7 +49,11 @@ def test_every_fault_is_survived_or_ends_the_run_as_specified(drill):
         assert begins == f"  begins  {name}"
         assert ends.startswith(f"  ok      {name} ")
     assert re.search(r"^  about \d+ min to go$", done.stdout, re.MULTILINE)
-    assert done.stdout.count(" 0 differing weights") == 4
+    assert done.stdout.count(" 0 differing weights") == 5
+    lost = re.search(
+        r"kills between checkpoints +(\d+) steps? lost at most, 5 between", done.stdout
+    )
+    assert int(lost[1]) <= 5
 
 
 @pytest.mark.parametrize("wrong", ["optim.lr=-1", "model.n_layers=3"])

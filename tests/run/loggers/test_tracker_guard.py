@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -340,3 +342,61 @@ def test_wandb_still_has_the_private_names_that_the_guard_uses(tmp_path, monkeyp
     assert len(rows) == 1
     assert wandb.setup()._connection._proc._process.poll() is None
     run.finish()
+
+
+IMPORTS = """
+import sys
+from lockstep_gpt.run.loggers import wandb_patches
+import wandb
+before = {*sys.modules}
+run = wandb.init(mode="offline", dir=sys.argv[1], settings=wandb.Settings(silent=True))
+late = sorted(name for name in {*sys.modules} - before if name.startswith("wandb."))
+run.finish()
+print(len(late), *late)
+"""
+
+
+def test_what_a_start_of_wandb_imports_has_been_imported_with_its_patches(tmp_path):
+    words = [sys.executable, "-c", IMPORTS, str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, timeout=240)
+    count, *late = ended.stdout.split()
+    assert not [name for name in late if "launch" in name]
+    assert int(count) < 20, late
+
+
+def test_a_preparation_runs_before_the_start_and_may_fail(tmp_path, warnings_of):
+    guard = TrackerGuard("mine", 60.0, RunDirectory(tmp_path))
+    events = []
+    guard.prepare(lambda: events.append(threading.current_thread().name))
+    guard.prepare(partial(end, SystemExit(3)))
+    guarded = guard.start(Tracker, Tracker)
+    assert events == ["mine"]
+    guarded.log_metrics({}, 1)
+    assert len(guarded.rows) == 1
+    assert not warnings_of("mine")
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode", "is_started"),
+    [(None, "auto", True), ("disabled", "auto", False), ("disabled", "offline", True)],
+)
+def test_wandb_s_process_is_prepared_unless_it_is_disabled(monkeypatch, variable, mode, is_started):
+    settings = []
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    monkeypatch.setattr(wandb, "setup", settings.append)
+    wandb_module.WandbRun.prepare_start(mode=mode, project="any")
+    assert len(settings) == is_started
+
+
+def test_only_a_first_start_lists_the_installed_packages(tmp_path, monkeypatch):
+    def lists_packages(count):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        place = {"dir": str(tmp_path), "id": f"attempt{count}"}
+        run = wandb_module.start_run("offline", 30.0, **place)
+        run.finish()
+        return (Path(run.dir) / "requirements.txt").exists()
+
+    assert lists_packages("0")
+    assert not lists_packages("1")

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import math
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -35,8 +36,11 @@ SETTINGS = [
     "checkpoint.keep_last=3",
     "launch.max_restarts=99",
 ]
-SHARES_LEFT = 5.5  # time of all other runs together, in multiples of an undisturbed run's time
+MEMORY_EVERY = 5  # steps between states in memory
+SHARES_LEFT = 6.5  # time of all other runs together, in multiples of an undisturbed run's time
 RESTART_SECONDS = 5
+FROM_MEMORY = re.compile(r"continues from step (\d+), kept in memory")
+NO_MEMORY = re.compile(r"^ *memory +off: (.*)$", re.MULTILINE)
 
 
 class Outcome(NamedTuple):
@@ -94,10 +98,11 @@ class Drill(SmallRuns):
         passed = self._run_and_report("a run without faults", self.undisturbed)
         if not passed:  # there is nothing to compare with
             return False
-        left = SHARES_LEFT * self.seconds + RESTART_SECONDS * self.faults
+        left = SHARES_LEFT * self.seconds + RESTART_SECONDS * (self.faults + 3)
         print(f"  about {math.ceil(left / 60)} min to go", flush=True)
         drills: dict[str, Callable[[], Outcome]] = {
             shocks(self.faults): self.random_kills,
+            "kills between checkpoints": self.kills_between_checkpoints,
             "a second command on a run": self.second_command,
             "kill -9, and a corpus that grows": self.killed_parent,
             "SIGTERM to the command": self.stopped_parent,
@@ -137,6 +142,25 @@ class Drill(SmallRuns):
         restarts = counted(errors.count("restarting"), "restart")
         detail = f"{restarts}, {slowest}, {self._bits('hit')}"
         return Outcome(self._equal("hit", status), detail)
+
+    def kills_between_checkpoints(self) -> Outcome:
+        """Kill one rank, another, and then all: the run continues from its state in memory."""
+        quarters = (quarter * self.steps // 4 for quarter in (1, 2, 3))
+        steps = [quarter - quarter % MEMORY_EVERY - 1 for quarter in quarters]  # before a state
+        victims = zip(steps, ([self.ranks - 1], [0], range(self.ranks)), strict=True)
+        plan = [f"{step}:{rank}:SIGKILL" for step, ranks in victims for rank in ranks]
+        settings = [f"checkpoint.every={self.steps}", f"checkpoint.memory={MEMORY_EVERY}"]
+        status, _ = self.train("kept", *self._faults("kept", plan), *settings)
+        log = self.directory("kept").log.read_text(encoding="utf-8")
+        kept = [*map(int, FROM_MEMORY.findall(log))]
+        lost = max((step - state for step, state in zip(steps, kept, strict=False)), default=-1)
+        passed = len(kept) == len(steps) and lost <= MEMORY_EVERY
+        detail = f"{counted(lost, 'step')} lost at most, {MEMORY_EVERY} between states in memory"
+        off = NO_MEMORY.search(log)  # on another system than Linux, for example
+        if off:
+            passed = True
+            detail = f"no state in memory: {off[1]}"
+        return Outcome(passed and self._equal("kept", status), f"{detail}, {self._bits('kept')}")
 
     def second_command(self) -> Outcome:
         """Start a run again: rejected while it is running, without changes once it is done."""

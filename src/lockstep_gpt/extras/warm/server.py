@@ -40,6 +40,7 @@ from lockstep_gpt.run.directory import RunDirectory
 
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
 PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as the argument of `python -m`
+OF_WANDB = "lockstep_gpt.run.loggers.wandb_patches"  # imports all that a run of wandb needs
 # Prefixes of variables that libraries read on import: a server and its forks must share them.
 READ_ON_IMPORT = (
     "CUDA_",
@@ -288,7 +289,7 @@ def start_agent(
     if not is_possible(config):
         return None
     words = agent_program.command(run, node_rank)[2:]
-    modules = ["wandb"] if "wandb" in config.logger else []
+    modules = [OF_WANDB] if "wandb" in config.logger else []
     return start(AGENT, [str(run.path), node_rank], words, environment, modules)
 
 

@@ -21,7 +21,7 @@ from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
-from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service
+from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service, quick_start
 from lockstep_gpt.run.metrics_rows import STEP
 from lockstep_gpt.settings import check_choice
 from lockstep_gpt.whole_files import replace_text
@@ -149,6 +149,14 @@ class WandbRun(WandbLogger, TrackedRun):
         run.finish(exit_code=0 if status in ENDED_WELL else 1)
 
     @staticmethod
+    def prepare_start(mode: str = "auto", **_: Any) -> None:
+        """Start wandb's process, for which `wandb.init` would wait."""
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE", mode)
+        if mode != "disabled":
+            wandb.setup(wandb.Settings(silent=True))
+
+    @staticmethod
     def abandon(directory: RunDirectory) -> str:
         """End wandb's process, and return the command that uploads what this run's has written."""
         kill_service()
@@ -187,7 +195,7 @@ def decide_mode(mode: str) -> Any:
 
 def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
     """Start or resume a wandb run; one that can't reach the server in `seconds` logs offline."""
-    quiet = wandb.Settings(console="off", silent=True, init_timeout=seconds)
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=seconds, **quick_start())
     try:
         return wandb.init(mode=mode, settings=quiet, **arguments)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
