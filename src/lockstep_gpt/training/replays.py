@@ -81,7 +81,7 @@ class Replays(Callback):
             self._batch = batch
             self._bits.watch()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Note by what backward multiplies the gradient of the model's loss."""
         if self._batch is not None:
             count = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
@@ -125,7 +125,7 @@ class Replays(Callback):
         micro_batch = f"micro-batch {trainer.accumulate_grad_batches} of rank {rank}"
         raise RunError(f"step {step}: {micro_batch} {verdict(votes, names)}")
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching."""
         if hasattr(self, "_bits"):
             self._bits.stop()

@@ -56,7 +56,7 @@ class Trace(StepCallback):
         self._bits.forget()
         self._batch = batch
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Take the bits of the micro-batch."""
         loss = pl_module.losses.current[pl_module.leaf]
         self._micro_batches.append(self._bits.take(self._batch, loss))
@@ -71,15 +71,15 @@ class Trace(StepCallback):
         if step % self.config.log_every == 0 or step == trainer.max_steps:
             self._write(trainer)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Write the bits of all steps up to the one that is saved: a resumed run goes on there."""
         self._write(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop watching."""
         self._bits.stop()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching."""
         if hasattr(self, "_bits"):
             self._bits.stop()

@@ -49,7 +49,7 @@ class DatatroveTokens:
     dtype: str  # of a file without metadata
     files: Mapping[str, File]  # by path, of the corpus
 
-    def layout(self, raw: BinaryIO) -> Layout:  # noqa: ARG002
+    def layout(self, raw: BinaryIO) -> Layout:
         """Return the layout, of which the metadata tells the type, and the index the documents.
 
         Raises:

@@ -57,7 +57,7 @@ class ReplayedSaves(StepCallback):
             ordered = [names[id(weight)] for group in groups for weight in group["params"]]
             (self.directory.path / NAMES).write_text(json.dumps(ordered), encoding="utf-8")
 
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save if the run did; at the end, the Trainer stops, and the last state is saved."""
         if step == self.end:
             trainer.should_stop = True
@@ -98,7 +98,7 @@ class RoundingNoise(Callback):
                 noise = torch.rand(values.shape, generator=generator, device=values.device)
                 values.mul_(1 + (2 * noise - 1) * self.size)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         """Remove the errors."""
         with torch.no_grad():
             for weight, before in zip(pl_module.parameters(), self._before, strict=True):

@@ -17,7 +17,7 @@ class Arithmetic(Callback):
     def __init__(self) -> None:
         self.history: dict[int, dict[str, Any]] = {}  # completed steps at a start -> facts
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Restore what computed earlier parts of the run."""
         self.history = dict(checkpoint.get("arithmetic", {}))
 
@@ -27,7 +27,7 @@ class Arithmetic(Callback):
         if not self.history or [*self.history.values()][-1] != facts:
             self.history = {**self.history, trainer.global_step: facts}
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Save it all."""
         checkpoint["arithmetic"] = self.history
 
