@@ -44,7 +44,7 @@ def train(command):
 @pytest.mark.parametrize(
     ("shm", "line"),
     [
-        ("size=100k", "off: /dev/shm has no room for"),
+        ("size=700k", "need more than half of the"),
         ("ro", "cannot be made (Read-only file system)"),
     ],
 )
@@ -72,6 +72,13 @@ class Fills(lightning.Callback):
     def state_dict(self):
         return {"grown": torch.zeros(self.state)}
 """
+
+
+def test_a_number_takes_all_that_is_left_in_shared_memory(train):
+    assert "memory     the newest state, every 3 steps" in train("size=1m", "checkpoint.memory=3")
+    assert "off: /dev/shm has no room for" in train(
+        "size=100k", "checkpoint.memory=3", "run_dir=other"
+    )
 
 
 def test_memory_that_fills_up_later_is_one_line(train, command):

@@ -4,8 +4,11 @@ Beyond it, the system would kill a process.
 """
 
 import contextlib
+import shutil
 import sys
 from pathlib import Path
+
+from lockstep_gpt.run.memory_files import SharedMemoryError
 
 MEMORY = Path("/proc/meminfo")  # in KiB; only on Linux
 CONTAINER = Path("/sys/fs/cgroup")  # of a container, with limits in bytes
@@ -23,6 +26,25 @@ def bytes_left() -> int:
         cached = parts["file"] - parts["shmem"]  # of files on disk, which can be dropped
         left = min(left, limit - used + cached)
     return left
+
+
+def refuse_little_room(folder: Path, needed: int) -> None:
+    """Raise a `SharedMemoryError` if states take more than half of what shared memory has left.
+
+    NCCL and loaders of data need some of it, too: 64 MB are common in a container.
+
+    Args:
+        folder: of the run's states; those that are there are overwritten.
+        needed: bytes of all states on this machine.
+    """
+    present = sum(path.stat().st_size for path in folder.glob("*"))
+    left = shutil.disk_usage(folder.parent).free + present
+    if needed > left / 2:
+        raise SharedMemoryError(
+            f"states of {needed:,} bytes need more than half of the {left:,} left in "
+            f"{folder.parent}; docker run --shm-size=8g enlarges it, a number in checkpoint.memory "
+            "takes all"
+        )
 
 
 def _numbers_in(path: Path) -> dict[str, int]:

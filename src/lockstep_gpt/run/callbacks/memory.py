@@ -13,11 +13,13 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
+from lockstep_gpt.run import memory_files
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
-from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError
+from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError, make_folder
+from lockstep_gpt.run.memory_room import refuse_little_room
 from lockstep_gpt.run.memory_turns import MemoryTurns
 from lockstep_gpt.run.memory_writer import MemoryWriter
 from lockstep_gpt.settings import counted
@@ -58,8 +60,15 @@ class StateInMemory(StepCallback, Checkpoint):
         """
         setting = self.config.checkpoint.memory
         self._size = size
-        if setting is False or (setting == "auto" and self.ranks.world_size == 1):
+        is_pointless = self.ranks.world_size == 1
+        if self.writer is None or self.writer.shards is None:  # else all ranks must agree
+            is_pointless |= not memory_files.SHARED_MEMORY.is_dir()
+        if setting is False or (setting == "auto" and is_pointless):
             self.writer = None
+            return
+        if self.config.strategy.get("comm_hook") == "powersgd":
+            self.writer = None
+            self.line = "off: no state has the error memory of powersgd"
             return
         if not isinstance(strategy, ShardedStates) and not layout_of(strategy).has_replicas:
             self.writer = None
@@ -87,6 +96,8 @@ class StateInMemory(StepCallback, Checkpoint):
             self._size = -(-self._size // self.ranks.world_size)
         fault = None
         try:
+            if self.config.checkpoint.memory == "auto":
+                refuse_little_room(make_folder(writer.identity), self._size_on_machine())
             writer.start(self._size, kept)
         except SharedMemoryError as error:
             fault = str(error)
@@ -104,15 +115,20 @@ class StateInMemory(StepCallback, Checkpoint):
             rate = "as often as it takes 1 % of the time"
         else:
             rate = f"every {setting} steps"
-        size = self._size
         what = "the newest state"
-        shards = self.writer.shards if self.writer else None
-        if shards is not None:
-            size *= self.ranks.local_world_size
-            if shards.ring is not None:
-                size *= 2
-                what += ", and a copy of another machine's part"
+        if self.writer is not None and self.writer.shards and self.writer.shards.ring:
+            what += ", and a copy of another machine's part"
+        size = self._size_on_machine() / 2
         return f"{what}, {rate}; 2 x {size / 1e6:,.1f} MB of each machine's memory"
+
+    def _size_on_machine(self) -> int:
+        """Return the bytes that all ranks of this machine need for two states."""
+        size = 2 * self._size
+        if self.writer is not None and self.writer.shards is not None:
+            size *= self.ranks.local_world_size
+            if self.writer.shards.ring is not None:
+                size *= 2  # copies
+        return size
 
     def receipt_lines(self) -> dict[str, str]:
         """Return the receipt's line, unless nobody has asked for it."""
