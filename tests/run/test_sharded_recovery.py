@@ -111,7 +111,7 @@ def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(comma
     "place", [("trainer.devices=2", "strategy=ddp"), ("trainer.devices=1",)], ids=["ddp", "one"]
 )
 def test_other_ranks_join_the_shards_of_a_killed_command(command, killed, place):
-    words = KINDS["adamw"]
+    words = ("trainer.devices=2",)  # with dropout, the noise would depend on the ranks
     command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
     hit = killed({7: [1]}, *words, "launch.max_restarts=0", status=1)
     assert "step 4 stays in this machine's memory (0.4 MB)" in hit.stderr
