@@ -9,7 +9,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory_files import identity_of, states_in
 from lockstep_gpt.run.memory_recovery import newest_in_memory
 from lockstep_gpt.run.memory_states import read_state
-from lockstep_gpt.run.memory_writer import MemoryWriter, writer_of
+from lockstep_gpt.run.memory_writer import MemoryWriter
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def recover(run, on_ranks, machines=2, at_least=0):
         use_machine(run, machine)
         numbers = (rank, local_rank, 2 * machines, 2)
         Ranks.from_environment = classmethod(lambda cls: cls(*numbers))  # of this process alone
-        writer = writer_of(run, Ranks.from_environment())
+        writer = None if local_rank else MemoryWriter(identity_of(run))
         state = newest_in_memory(identity_of(run), writer, at_least)
         if state is None:
             return None

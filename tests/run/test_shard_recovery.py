@@ -72,7 +72,9 @@ def on_machines(on_ranks, tmp_path):
 def test_ranks_find_their_shards_in_their_own_machine(on_machines):
     def keep_and_find(machine):
         machine.keep(4, 6, 8)
+        torch.distributed.barrier()
         names = sorted(machine.files())
+        torch.distributed.barrier()
         return machine.found(), names
 
     for rank, (step, names) in enumerate(on_machines(keep_and_find)):
@@ -168,7 +170,7 @@ def test_a_machine_without_room_for_its_shards_lets_all_use_the_disk(
     assert [step for step, _ in results] == [None] * 4
     (line,) = results[0][1]
     assert "no state is read from memory: " in line
-    assert line.endswith("rank 1.0 cannot grow (No space left on device)")
+    assert "machine 0 has no room for " in line
 
 
 def refuse(*_):
@@ -196,7 +198,7 @@ def test_a_full_memory_is_the_fault_of_one_machine_and_known_to_its_neighbor(
         return "kept"
 
     first, *results = on_machines(fill_and_keep)
-    assert first.endswith("copy of 2.0 cannot grow (No space left on device)")
+    assert "machine 0 has no room for " in first
     assert results == ["kept", "rank 0 has no room for a copy", "kept"]
 
 

@@ -100,7 +100,9 @@ def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(comma
     words = KINDS["adamw"]
     command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
     hit = killed({10: [-1]}, *words)
-    assert re.search(r"removed \S+/rank 1\.[01], which was damaged", hit.stdout + hit.stderr)
+    assert re.search(
+        r"removed \S+/rank 1\.[01] from memory: it was damaged", hit.stdout + hit.stderr
+    )
     assert_continued(hit, 4)
     assert_undisturbed(command.folder)
 
@@ -109,13 +111,13 @@ def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(comma
     "place", [("trainer.devices=2", "strategy=ddp"), ("trainer.devices=1",)], ids=["ddp", "one"]
 )
 def test_other_ranks_join_the_shards_of_a_killed_command(command, killed, place):
-    words = KINDS["adamw"]
+    words = ("trainer.devices=2",)  # with dropout, the noise would depend on the ranks
     command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
     hit = killed({7: [1]}, *words, "launch.max_restarts=0", status=1)
     assert "step 4 stays in this machine's memory (0.4 MB)" in hit.stderr
     assert not [*command.folder.glob("hit/checkpoints/*.ckpt")]
-    more = ("train", "run_dir=hit", "resume=auto", "~callbacks.kill", *place)
-    assert_continued(command(*more), 4)
+    more = ("train", "run_dir=hit", "resume=auto", *place)
+    assert_continued(command(*more, PYTHONPATH=str(command.folder)), 4)
     for name in ("train_loss", "val_loss"):
         expected = command.summary("whole")[name]
         assert command.summary("hit")[name] == pytest.approx(expected, abs=2e-5)

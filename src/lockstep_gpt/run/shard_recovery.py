@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from lockstep_gpt.distributed.machine_ring import MachineRing, wait_for
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, is_rank_zero
 from lockstep_gpt.run.held_states import (
     HeldShards,
     Transfer,
@@ -122,12 +122,15 @@ def _holdings(identity: Identity) -> tuple[dict[HeldShards, KeptState], list[lis
 
 
 def _any_damaged(states: list[KeptState]) -> bool:
-    """Remove damaged ones; return whether any rank had one."""
-    damaged = [state for state in states if not is_intact(state)]
-    for state in damaged:
-        logger.warning("removed %s, which was damaged", state.path)
-        state.path.unlink(missing_ok=True)
-    return any(from_each_rank(len(damaged)))
+    """Remove damaged ones; return whether any rank had one. Rank 0 logs them."""
+    damaged = [state.path for state in states if not is_intact(state)]
+    for path in damaged:
+        path.unlink(missing_ok=True)
+    all_damaged = [path for paths in from_each_rank(damaged) for path in paths]
+    if is_rank_zero():
+        for path in all_damaged:
+            logger.warning("removed %s from memory: it was damaged", path)
+    return bool(all_damaged)
 
 
 def _transfer(

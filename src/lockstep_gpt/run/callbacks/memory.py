@@ -60,7 +60,9 @@ class StateInMemory(StepCallback, Checkpoint):
         """
         setting = self.config.checkpoint.memory
         self._size = size
-        is_pointless = self.ranks.world_size == 1 or not memory_files.SHARED_MEMORY.is_dir()
+        is_pointless = self.ranks.world_size == 1
+        if self.writer is None or self.writer.shards is None:  # else all ranks must agree
+            is_pointless |= not memory_files.SHARED_MEMORY.is_dir()
         if setting is False or (setting == "auto" and is_pointless):
             self.writer = None
             return
@@ -95,7 +97,7 @@ class StateInMemory(StepCallback, Checkpoint):
         fault = None
         try:
             if self.config.checkpoint.memory == "auto":
-                refuse_little_room(make_folder(writer.identity), 2 * self._size)
+                refuse_little_room(make_folder(writer.identity), self._size_on_machine())
             writer.start(self._size, kept)
         except SharedMemoryError as error:
             fault = str(error)
@@ -113,15 +115,20 @@ class StateInMemory(StepCallback, Checkpoint):
             rate = "as often as it takes 1 % of the time"
         else:
             rate = f"every {setting} steps"
-        size = self._size
         what = "the newest state"
-        shards = self.writer.shards if self.writer else None
-        if shards is not None:
-            size *= self.ranks.local_world_size
-            if shards.ring is not None:
-                size *= 2
-                what += ", and a copy of another machine's part"
+        if self.writer is not None and self.writer.shards and self.writer.shards.ring:
+            what += ", and a copy of another machine's part"
+        size = self._size_on_machine() / 2
         return f"{what}, {rate}; 2 x {size / 1e6:,.1f} MB of each machine's memory"
+
+    def _size_on_machine(self) -> int:
+        """Return the bytes that all ranks of this machine need for two states."""
+        size = 2 * self._size
+        if self.writer is not None and self.writer.shards is not None:
+            size *= self.ranks.local_world_size
+            if self.writer.shards.ring is not None:
+                size *= 2  # copies
+        return size
 
     def receipt_lines(self) -> dict[str, str]:
         """Return the receipt's line, unless nobody has asked for it."""
