@@ -13,6 +13,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.lightning_patches import state_of
+from lockstep_gpt.run import memory_files
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
@@ -59,8 +60,13 @@ class StateInMemory(StepCallback, Checkpoint):
         """
         setting = self.config.checkpoint.memory
         self._size = size
-        if setting is False or (setting == "auto" and self.ranks.world_size == 1):
+        is_pointless = self.ranks.world_size == 1 or not memory_files.SHARED_MEMORY.is_dir()
+        if setting is False or (setting == "auto" and is_pointless):
             self.writer = None
+            return
+        if self.config.strategy.get("comm_hook") == "powersgd":
+            self.writer = None
+            self.line = "off: no state has the error memory of powersgd"
             return
         if not layout_of(strategy).has_replicas:
             self.writer = None
