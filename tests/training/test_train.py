@@ -1,7 +1,14 @@
+from types import SimpleNamespace
+
 import lightning
 import pytest
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.training import ending
+from lockstep_gpt.training.train import conclude
 
 
 class BatchNormModel(lightning.LightningModule):
@@ -26,3 +33,19 @@ def test_compiling_in_place_keeps_the_names_of_weights():
     before = list(model.state_dict())
     model.compile(dynamic=False)
     assert list(model.state_dict()) == before
+
+
+def test_a_loss_of_peers_is_not_hidden_by_checkpoints_that_cannot_be_read(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise UserError("checkpoints cannot be read")
+
+    monkeypatch.setattr(ending, "write_summary", refuse)
+    training = SimpleNamespace(
+        directory=RunDirectory(tmp_path),
+        module=SimpleNamespace(schedule=SimpleNamespace(peak_lr=0.1)),
+        batch=SimpleNamespace(world_size=2, global_size=4),
+        trainer=SimpleNamespace(loggers=[]),
+    )
+    conclude(training, "failed", {})
+    with pytest.raises(UserError, match="cannot be read"):
+        conclude(training, "done", {})

@@ -16,6 +16,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_peers
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
@@ -256,8 +257,9 @@ def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:
         "world_size": training.batch.world_size,
         "global_batch_size": training.batch.global_size,
     }
-    # After a failure, a disk that cannot be written is no second one.
-    guarded = contextlib.suppress(OSError) if status == "failed" else directory.writing()
+    # After a failure, such as the loss of a peer, an unusable disk is no second one.
+    is_failed = status == "failed"
+    guarded = contextlib.suppress(OSError, UserError) if is_failed else directory.writing()
     with guarded:
         ending.write_summary(directory, status, training.trainer, facts)
     for run in tracked_runs(training.trainer.loggers):
