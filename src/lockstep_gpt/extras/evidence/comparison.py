@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep_gpt.extras.evidence.intervals import Interval
 from lockstep_gpt.extras.evidence.sides import Runs, Side
 from lockstep_gpt.extras.evidence.verdicts import OPEN, Judge, Verdict, rounded
-
-Numbers = Mapping[int, float]  # by seed
 
 
 @dataclass
@@ -21,12 +19,12 @@ class Comparison:
     Attributes:
         judge: how it decides.
         sides: the base and the variants.
-        numbers: the measure of each side's runs.
+        numbers: the measure of each side's runs, by seed.
     """
 
     judge: Judge
     sides: Sequence[Side]
-    numbers: list[dict[int, float]] = field(default_factory=list)
+    numbers: Sequence[dict[int, float]]
 
     @classmethod
     def of_runs(cls, judge: Judge, sides: Sequence[Side], groups: Sequence[Runs]) -> Comparison:
@@ -46,8 +44,8 @@ class Comparison:
     def columns(self, variant: int) -> tuple[list[float], list[float]]:
         """Return the numbers of base and variant, pair by pair."""
         seeds = self.seeds_of(variant)
-        base, ours = self.numbers[0], self.numbers[variant]
-        return [base[seed] for seed in seeds], [ours[seed] for seed in seeds]
+        base, ours = ([self.numbers[side][seed] for seed in seeds] for side in (0, variant))
+        return base, ours
 
     def verdicts(self) -> dict[int, Verdict]:
         """Return the verdict on each variant that has a pair, by its place in `sides`."""
@@ -55,8 +53,8 @@ class Comparison:
         for variant in range(1, len(self.sides)):
             base, ours = self.columns(variant)
             if ours:
-                names = self.base.name, self.sides[variant].name
-                found[variant] = self.judge.verdict(*names, base, ours)
+                name = self.sides[variant].name
+                found[variant] = self.judge.verdict(self.base.name, name, base, ours)
         return found
 
     def open_variants(self) -> list[int]:
