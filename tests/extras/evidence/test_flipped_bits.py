@@ -50,7 +50,7 @@ def test_with_a_single_rank_verify_every_repeats_its_own(command):
     ("kind", "place"),
     [
         ("weight", "step 3: {}"),
-        ("optimizer", "step 4: "),
+        ("optimizer", "step 3: the optimizer's state of {}, before the step"),
         ("gradient", "step 3: the gradients of micro-batch 4 of 4 (rank 0), first of {}"),
         ("token", "step 3: {} of micro-batch 4 of 4 (rank 0)"),
     ],
@@ -62,7 +62,6 @@ def test_verify_names_the_step_and_the_place(command, kind, place):
     line = result.stdout.splitlines()[-1]
     name = (command.folder / "note").read_text()
     assert line.startswith(f"different: {place.format(name)}")
-    assert name in line
 
 
 @pytest.mark.usefixtures("quick_ranks")

@@ -149,6 +149,8 @@ def _details(comparison: Comparison) -> dict[str, Any]:
 
 def other_arithmetic(run: Recorded, again: Recorded, steps: Steps) -> list[str]:
     """Return in what, besides its settings, a run was computed otherwise than its replay."""
+    if not run.arithmetic:  # of an earlier version
+        return ["no record of its processor"]
     config = steps.run.load()
     ours = facts_at(again, steps.end)
     names = DECISIVE if config.batch.exact_micro_size else (*DECISIVE, *OF_SUMS)
