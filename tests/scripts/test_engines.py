@@ -5,6 +5,7 @@ starts the same again. (A real SLURM runs the script in the template's own tests
 """
 
 import contextlib
+import csv
 import os
 import re
 import signal
@@ -111,6 +112,11 @@ def steps_of(run):
         return 0
 
 
+def first_step_of(run):
+    with (run / "metrics.csv").open(newline="") as file:
+        return int(next(csv.DictReader(file))["trainer/step"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("start_of", STARTS)
 def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(
@@ -163,7 +169,10 @@ def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(
     finally:
         end(process, run)
     assert status == 0, log.read_text()
-    assert saved in log.read_text()
+    if started.loses_disk:  # metrics.csv is new
+        assert first_step_of(run) == int(saved.removeprefix("step=")) + 1
+    else:
+        assert f"resuming {run}" in log.read_text()
     command.train(*LONG, "run_dir=whole", "verbosity=quiet")
     ours, theirs = weights(run), weights(folder / "whole")
     assert ours.keys() == theirs.keys()
