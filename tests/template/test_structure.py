@@ -47,6 +47,7 @@ LAYERS = [
     "training",
     "inference",
     "launch",
+    "notebook",
     "cli",
     "__main__",
     "extras",
