@@ -20,7 +20,8 @@ class OwnConfigs(SearchPathPlugin):
         """Register the settings, and append the folder of each extra."""
         if not any(_is_ours(element.path) for element in search_path.get_path()):
             return
-        from lockstep_gpt.launch import compose  # not in programs that only have Hydra in common
+        # Not in programs that only have Hydra in common.
+        from lockstep_gpt.launch import compose
 
         if not compose.has_schema():
             compose.register_schema()

@@ -115,10 +115,8 @@ def assemble(
     directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO, store: Store | None
 ) -> Training:
     """Make everything that a run needs, from the ranks' connection to the Trainer."""
-    # Trackers, which only rank 0 has: their processes start meanwhile.
+    # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
-
-    # Ranks: joining the others also selects this rank's GPU.
     record_collectives(backend_of(config), directory.rank_logs)
     join(ranks, config, store)
     kernels = choose_matrix_products(config.trainer["accelerator"])
