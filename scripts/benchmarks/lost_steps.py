@@ -284,7 +284,9 @@ def main() -> int:
     machines = [Machine(number) for number in range(2)]
     try:
         machines[0].connect(machines[1])
-        with tempfile.TemporaryDirectory(prefix="lost-steps-") as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="lost-steps-", ignore_cleanup_errors=True
+        ) as folder:
             return attack_runs(Path(folder), machines, options.runs, options.kills, chance)
     finally:
         for machine in machines:
