@@ -31,7 +31,11 @@ from lockstep_gpt.extras.evidence.differences import Comparison, Recorded, compa
 from lockstep_gpt.extras.evidence.flips import flip
 from lockstep_gpt.extras.evidence.replay import NAMES, replay
 from lockstep_gpt.extras.evidence.verify import recorded_of, steps_of
-from lockstep_gpt.run.checkpoint import checkpoints_in, read_checkpoint, write_checkpoint
+from lockstep_gpt.run.checkpoint import (
+    checkpoints_in,
+    read_checkpoint,
+    write_checkpoint,
+)
 from lockstep_gpt.run.directory import RunDirectory
 
 STEPS = 20

@@ -6,7 +6,12 @@ import torch
 from lockstep_gpt.distributed.machine_ring import MachineRing
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.run import memory_files
-from lockstep_gpt.run.memory_files import Identity, SharedMemoryError, make_folder, states_in
+from lockstep_gpt.run.memory_files import (
+    Identity,
+    SharedMemoryError,
+    make_folder,
+    states_in,
+)
 from lockstep_gpt.run.memory_shards import (
     NO_LABEL,
     RankShards,
@@ -16,7 +21,11 @@ from lockstep_gpt.run.memory_shards import (
 )
 from lockstep_gpt.run.memory_slots import Layout, SlotPair
 from lockstep_gpt.run.memory_states import read_state
-from lockstep_gpt.run.shard_recovery import find_shards, newest_shards, remove_other_shards
+from lockstep_gpt.run.shard_recovery import (
+    find_shards,
+    newest_shards,
+    remove_other_shards,
+)
 
 IDENTITY = Identity("0123456789abcdef", "/runs/first", "boot")
 

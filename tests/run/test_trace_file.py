@@ -2,7 +2,13 @@ import pytest
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.trace_file import FIXED, TraceFile, TraceRow, as_digits, read_trace
+from lockstep_gpt.run.trace_file import (
+    FIXED,
+    TraceFile,
+    TraceRow,
+    as_digits,
+    read_trace,
+)
 
 
 def row(step):

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed.sharded_states import copied_to_host, shares_in, without_shares
+from lockstep_gpt.distributed.sharded_states import (
+    copied_to_host,
+    shares_in,
+    without_shares,
+)
 
 
 def write_part(

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from lockstep_gpt.distributed.state_keys import SHAPES, SHARDS
 from lockstep_gpt.run.checkpoint_content import UNREADABLE, add_shards
-from lockstep_gpt.run.memory_files import HEADER_BYTES, KeptState, SharedMemoryError, digest_of
+from lockstep_gpt.run.memory_files import (
+    HEADER_BYTES,
+    KeptState,
+    SharedMemoryError,
+    digest_of,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`lockstep-gpt compare`: is a variant better than the base? Runs in pairs, and a verdict.
+"""The `compare` command: is a variant better than the base? Runs in pairs, and a verdict.
 
 sides -> what each would train, and whether that is fair -> pairs of runs -> verdicts, page
 """
@@ -30,7 +30,11 @@ from lockstep_gpt.extras.evidence.sides import (
     sides_of,
 )
 from lockstep_gpt.extras.evidence.verdicts import Judge
-from lockstep_gpt.extras.evidence.workers import Workers, environments_of, started_workers
+from lockstep_gpt.extras.evidence.workers import (
+    Workers,
+    environments_of,
+    started_workers,
+)
 from lockstep_gpt.launch import launcher
 from lockstep_gpt.run.lock import RunLock
 

@@ -7,7 +7,12 @@ import re
 from lockstep_gpt.config import with_defaults
 from lockstep_gpt.damaged_files import read_informative_text
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, read_checkpoint, step_of
+from lockstep_gpt.run.checkpoint import (
+    checkpoint_path,
+    checkpoints_in,
+    read_checkpoint,
+    step_of,
+)
 from lockstep_gpt.run.directory import RunDirectory, flat
 from lockstep_gpt.run.migrations import migrate
 

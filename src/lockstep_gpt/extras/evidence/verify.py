@@ -22,7 +22,12 @@ from lockstep_gpt.extras.evidence.differences import (
 from lockstep_gpt.extras.evidence.replay import NAMES, Steps, replay
 from lockstep_gpt.extras.evidence.saved_states import state_of
 from lockstep_gpt.extras.evidence.settings_changed import refuse_changed_settings
-from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, read_checkpoint, step_of
+from lockstep_gpt.run.checkpoint import (
+    checkpoint_path,
+    checkpoints_in,
+    read_checkpoint,
+    step_of,
+)
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import counted
 
