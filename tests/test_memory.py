@@ -49,7 +49,8 @@ TWO = ("trainer=cpu", "trainer.devices=2", "checkpoint.every=100", "val_every=10
 @pytest.fixture
 def train(command):
     """Return a function that trains two ranks with a plan, and returns what they printed."""
-    (command.folder / "acts.py").write_text(ACTIONS.replace("lockstep-gpt-", f"{program()}-"))
+    actions = ACTIONS.replace("lockstep-gpt-", f"{program()}-")
+    (command.folder / "acts.py").write_text(actions)
 
     def run(*plan, words=(), status=0):
         node = "+callbacks.acts"

@@ -124,7 +124,8 @@ def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(
 ):
     folder = command.folder
     (folder / "pace.py").write_text(PACE)
-    program = {"TRAIN_COMMAND": f"{python_of_forks} -m lockstep_gpt", "PYTHONPATH": str(folder)}
+    words = f"{python_of_forks} -m lockstep_gpt"
+    program = {"TRAIN_COMMAND": words, "PYTHONPATH": str(folder)}
     log = folder / "engine.log"
 
     def start(count, more):

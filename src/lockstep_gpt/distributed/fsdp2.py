@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.strategies import (
-    ModelParallelStrategy,
-    ParallelStrategy,
-)
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate

@@ -10,6 +10,8 @@ import signal
 import pytest
 import yaml
 
+from lockstep_gpt import PROGRAM
+
 VARIANT = ("--variant", "optim.lr=4e-3")
 RUNS = ("--runs", "pairs/base/*", "pairs/lr-4e-3/*")
 VERDICT = re.compile(
@@ -68,7 +70,7 @@ def test_the_same_command_again_trains_nothing(copied, words_of, losses_in):
 def test_another_setting_does_not_use_these_runs(copied, words_of):
     done = copied(*words_of(copied, *VARIANT, "optim.beta2=0.9"), status=2)
     assert done.stderr == (
-        "lockstep-gpt compare: pairs has finished runs of other settings: optim.beta2=0.9 instead "
+        f"{PROGRAM} compare: pairs has finished runs of other settings: optim.beta2=0.9 instead "
         "of 0.95; name another --folder\n"
     )
 
@@ -176,14 +178,14 @@ def test_a_comparison_without_an_answer_is_refused_in_one_line(words, line, comm
 
 def test_too_few_hours_are_refused_after_a_pair(command, words_of):
     done = command(*words_of(command, *VARIANT, "--hours", "1e-5"), status=2)
-    assert done.stderr.startswith("lockstep-gpt compare: --hours=1e-05 is too small for any answer")
+    assert done.stderr.startswith(f"{PROGRAM} compare: --hours=1e-05 is too small for any answer")
     assert len([*command.folder.glob("pairs/base/*/summary.json")]) == 1
 
 
 def test_a_failing_variant_ends_the_comparison_in_one_line(command, words_of):
     words = words_of(command, "--variant", "optim.lr=1e9", logger="wandb")
     done = command(*words, status=1)
-    assert done.stderr.startswith("lockstep-gpt compare: lr=1e9, seed 1337, failed: RunError: step")
+    assert done.stderr.startswith(f"{PROGRAM} compare: lr=1e9, seed 1337, failed: RunError: step")
     assert done.stderr.endswith("pairs/lr-1e9/1337.log has more; then the same command continues\n")
     assert done.stderr.count("\n") == 1
     for side in ("base", "lr-1e9"):  # of which wandb shows a group
@@ -214,6 +216,6 @@ def test_one_command_at_a_time(command, words_of, wait_for):
     process = command.start(*words)
     wait_for(lambda: (command.folder / "pairs/.lock").is_file())
     done = command(*words, status=2)
-    assert re.match(r"lockstep-gpt compare: pairs is in use by process \d+ on ", done.stderr)
+    assert re.match(rf"{PROGRAM} compare: pairs is in use by process \d+ on ", done.stderr)
     process.send_signal(signal.SIGTERM)
     process.communicate()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt import PROGRAM
+
 PAGE = (Path(__file__).parents[3] / "docs/evidence.md").read_text("utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (compare .+)$", PAGE, re.MULTILINE)
 TRAINING = [line for line in COMMANDS if "--runs" not in line]
@@ -19,7 +21,7 @@ FINISHED = [line for line in COMMANDS if "--runs" in line]
 def test_its_settings_compose_on_all_sides(line, command):
     words = [*shlex.split(line), f"data.root={command.data_root}", "--pairs", "1"]
     done = command(*words, status=2)
-    assert done.stderr.startswith("lockstep-gpt compare: --pairs=1 are too few"), done.stderr
+    assert done.stderr.startswith(f"{PROGRAM} compare: --pairs=1 are too few"), done.stderr
 
 
 @pytest.mark.parametrize("line", FINISHED)

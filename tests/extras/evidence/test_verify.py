@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.extras.evidence import rounding
 from lockstep_gpt.extras.evidence.differences import trace_text
 from lockstep_gpt.extras.evidence.saved_states import differing_numbers
@@ -153,7 +154,7 @@ def test_a_run_without_a_checkpoint_and_a_damaged_one_are_one_line_each(command)
     shutil.rmtree(command.folder / "run/checkpoints")
     result = command("verify", "run", status=2)
     assert result.stderr == (
-        "lockstep-gpt verify: run has no checkpoint to compare with; train it until it saves\n"
+        f"{PROGRAM} verify: run has no checkpoint to compare with; train it until it saves\n"
     )
 
 
@@ -162,7 +163,7 @@ def test_a_run_that_was_changed_when_resumed_needs_a_later_start(command):
     command("train", "run_dir=run", "resume=auto", "max_steps=12")
     result = command("verify", "run", status=2)
     assert result.stderr == (
-        "lockstep-gpt verify: run changed max_steps when it was resumed, so its settings can't "
+        f"{PROGRAM} verify: run changed max_steps when it was resumed, so its settings can't "
         "compute the steps after 0; start after the change, with --from one of 6, 9\n"
     )
 

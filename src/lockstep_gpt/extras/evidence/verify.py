@@ -1,4 +1,4 @@
-"""`lockstep-gpt verify RUN`: computes steps of a run again, and compares every bit it has kept."""
+"""The `verify` command: computes steps of a run again, and compares every bit it has kept."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ from lockstep_gpt.run.directory import RunDirectory
 
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
 PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as the argument of `python -m`
-OF_WANDB = "lockstep_gpt.run.loggers.wandb_patches"  # imports all that a run of wandb needs
+# Imports all that a run of wandb needs.
+OF_WANDB = "lockstep_gpt.run.loggers.wandb_patches"
 # Prefixes of variables that libraries read on import: a server and its forks must share them.
 READ_ON_IMPORT = (
     "CUDA_",
