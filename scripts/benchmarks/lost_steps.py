@@ -43,7 +43,7 @@ from process_tree import tree, words_of
 
 from lockstep_gpt.extras.cluster.exactness import Remains, differences, left_by
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_files import SEAL_BYTES
+from lockstep_gpt.run.memory.files import SEAL_BYTES
 
 STEPS = 600
 EVERY = 5  # steps between states in memory

@@ -44,7 +44,7 @@ from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_ending import state_left
+from lockstep_gpt.run.memory.ending import state_left
 from lockstep_gpt.settings import as_typed, check, counted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.whole_files import replacing

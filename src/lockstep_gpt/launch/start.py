@@ -39,8 +39,8 @@ from lockstep_gpt.launch.resolving import is_sweep, resolved_values
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_ending import release_memory
-from lockstep_gpt.run.memory_files import remove_abandoned
+from lockstep_gpt.run.memory.ending import release_memory
+from lockstep_gpt.run.memory.files import remove_abandoned
 from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.schedule import BatchPlan

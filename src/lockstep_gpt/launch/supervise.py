@@ -15,7 +15,7 @@ from lockstep_gpt.launch import agent_program
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_ending import release_memory
+from lockstep_gpt.run.memory.ending import release_memory
 
 # For glibc: else each step maps its large tensors again, and the system clears their pages.
 KEEP_MEMORY = {

@@ -25,7 +25,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_ending import state_left
+from lockstep_gpt.run.memory.ending import state_left
 from lockstep_gpt.whole_files import replace_text
 
 # Above this size, a checkpoint counts as intact because it is complete: verifying it would delay

@@ -25,10 +25,10 @@ from lockstep_gpt.run.checkpoint_content import (
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
-from lockstep_gpt.run.memory_files import KeptState, identity_of, remove_states
-from lockstep_gpt.run.memory_recovery import newest_in_memory, newest_whole_step
-from lockstep_gpt.run.memory_writer import MemoryWriter
-from lockstep_gpt.run.shard_recovery import newest_shards
+from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
+from lockstep_gpt.run.memory.recovery import newest_in_memory, newest_whole_step
+from lockstep_gpt.run.memory.shard_recovery import newest_shards
+from lockstep_gpt.run.memory.writer import MemoryWriter
 from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.loggers.tracking import tracked_runs
-from lockstep_gpt.run.memory_files import KeptState
-from lockstep_gpt.run.memory_writer import MemoryWriter, writer_of
+from lockstep_gpt.run.memory.files import KeptState
+from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume

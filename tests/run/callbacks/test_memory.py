@@ -4,20 +4,20 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run import memory_files
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_files import identity_of, states_in
-from lockstep_gpt.run.memory_states import read_state
-from lockstep_gpt.run.memory_writer import MemoryWriter
+from lockstep_gpt.run.memory import files
+from lockstep_gpt.run.memory.files import identity_of, states_in
+from lockstep_gpt.run.memory.states import read_state
+from lockstep_gpt.run.memory.writer import MemoryWriter
 
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """A run whose shared memory is a folder on disk."""
-    monkeypatch.setattr(memory_files, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     run = RunDirectory(tmp_path / "run")
     run.create({"seed": 1})
@@ -54,7 +54,7 @@ def test_nobody_hears_of_memory_that_nobody_asked_for(kept, memory, ranks):
 
 @pytest.mark.parametrize(("memory", "lines"), [("auto", 0), (3, 1)])
 def test_a_system_without_shared_memory_says_so_only_if_asked(kept, directory, memory, lines):
-    memory_files.SHARED_MEMORY.rmdir()
+    files.SHARED_MEMORY.rmdir()
     assert directory.token()
     _, _, state = kept(memory, TWO)
     assert len(state.receipt_lines()) == lines

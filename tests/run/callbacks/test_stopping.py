@@ -19,7 +19,7 @@ from lockstep_gpt.run.callbacks.stopping import (
     StopVote,
 )
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
-from lockstep_gpt.run.memory_turns import KEEP, NOT_NOW, NOTHING
+from lockstep_gpt.run.memory.turns import KEEP, NOT_NOW, NOTHING
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_content import joined
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_files import KeptState
-from lockstep_gpt.run.memory_states import read_state
+from lockstep_gpt.run.memory.files import KeptState
+from lockstep_gpt.run.memory.states import read_state
 
 
 class Save(NamedTuple):

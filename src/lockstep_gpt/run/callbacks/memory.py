@@ -13,15 +13,15 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
-from lockstep_gpt.run import memory_files
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
-from lockstep_gpt.run.memory_files import KeptState, SharedMemoryError, make_folder
-from lockstep_gpt.run.memory_room import refuse_little_room
-from lockstep_gpt.run.memory_turns import MemoryTurns
-from lockstep_gpt.run.memory_writer import MemoryWriter
+from lockstep_gpt.run.memory import files
+from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_folder
+from lockstep_gpt.run.memory.room import refuse_little_room
+from lockstep_gpt.run.memory.turns import MemoryTurns
+from lockstep_gpt.run.memory.writer import MemoryWriter
 from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class StateInMemory(StepCallback, Checkpoint):
         self._size = size
         is_pointless = self.ranks.world_size == 1
         if self.writer is None or self.writer.shards is None:  # else all ranks must agree
-            is_pointless |= not memory_files.SHARED_MEMORY.is_dir()
+            is_pointless |= not files.SHARED_MEMORY.is_dir()
         if setting is False or (setting == "auto" and is_pointless):
             self.writer = None
             return

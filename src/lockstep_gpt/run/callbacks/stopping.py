@@ -13,7 +13,7 @@ from lockstep_gpt.distributed.ranks import from_each_rank
 from lockstep_gpt.lightning_patches import without_signal_handlers
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.memory_turns import KEEP, NOTHING, MemoryTurns
+from lockstep_gpt.run.memory.turns import KEEP, NOTHING, MemoryTurns
 
 
 class Stopped(BaseException):

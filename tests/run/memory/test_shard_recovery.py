@@ -5,27 +5,27 @@ import torch
 
 from lockstep_gpt.distributed.machine_ring import MachineRing
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run import memory_files
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory import files
+from lockstep_gpt.run.memory.files import (
     Identity,
     SharedMemoryError,
     make_folder,
     states_in,
 )
-from lockstep_gpt.run.memory_shards import (
+from lockstep_gpt.run.memory.shard_recovery import (
+    find_shards,
+    newest_shards,
+    remove_other_shards,
+)
+from lockstep_gpt.run.memory.shards import (
     NO_LABEL,
     RankShards,
     ShardCopies,
     name_of,
     part_of_rank,
 )
-from lockstep_gpt.run.memory_slots import Layout, SlotPair
-from lockstep_gpt.run.memory_states import read_state
-from lockstep_gpt.run.shard_recovery import (
-    find_shards,
-    newest_shards,
-    remove_other_shards,
-)
+from lockstep_gpt.run.memory.slots import Layout, SlotPair
+from lockstep_gpt.run.memory.states import read_state
 
 IDENTITY = Identity("0123456789abcdef", "/runs/first", "boot")
 
@@ -41,7 +41,7 @@ class Machine:
         self.ranks = Ranks(rank, rank % 2, 4, 2)
         self.memory = folder / f"machine {rank // 2}"
         self.memory.mkdir(exist_ok=True)
-        memory_files.SHARED_MEMORY = self.memory  # in this rank's process
+        files.SHARED_MEMORY = self.memory  # in this rank's process
         self.identity = Identity(IDENTITY.token, IDENTITY.run, f"{boot} {rank // 2}")
         self.ring = MachineRing(self.ranks, 60)
 
@@ -99,7 +99,7 @@ def test_a_replaced_machine_gets_its_shards_from_the_next_one(on_machines):
         machine.keep(4, 6)
         torch.distributed.barrier()
         if machine.ranks.rank in (0, 1):
-            memory_files.remove_states(machine.identity)
+            files.remove_states(machine.identity)
         torch.distributed.barrier()
         step = machine.found()
         return step, machine.found()  # now everything is where it belongs
@@ -138,7 +138,7 @@ def test_if_the_copy_is_damaged_too_the_state_before_serves(on_machines):
 
 def damage(path):
     with path.open("r+b") as file:
-        file.seek(memory_files.HEADER_BYTES + 100)
+        file.seek(files.HEADER_BYTES + 100)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
@@ -167,7 +167,7 @@ def test_a_machine_without_room_for_its_shards_lets_all_use_the_disk(
         machine.keep(4, 6)
         torch.distributed.barrier()
         if machine.ranks.rank in (0, 1):
-            memory_files.remove_states(machine.identity)
+            files.remove_states(machine.identity)
         torch.distributed.barrier()
         caplog.clear()
         if machine.ranks.rank == 1:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_gpt.run import memory_files
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory import files
+from lockstep_gpt.run.memory.files import (
     HEADER_BYTES,
     Identity,
     SharedMemoryError,
@@ -17,14 +17,14 @@ from lockstep_gpt.run.memory_files import (
     remove_states,
     states_in,
 )
-from lockstep_gpt.run.memory_slots import Layout, Slot, SlotPair
-from lockstep_gpt.run.memory_states import is_intact, read_state
+from lockstep_gpt.run.memory.slots import Layout, Slot, SlotPair
+from lockstep_gpt.run.memory.states import is_intact, read_state
 
 
 @pytest.fixture
 def identity(tmp_path, monkeypatch):
     """A run whose shared memory is a folder on disk: also systems without /dev/shm have one."""
-    monkeypatch.setattr(memory_files, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     (tmp_path / "run").mkdir()
     return Identity.of(tmp_path / "run", "0123")
@@ -144,7 +144,7 @@ def test_a_state_is_of_one_run_in_one_place_since_one_boot(identity, tmp_path, m
     assert states_in(Identity.of(tmp_path / "run", "4567")) == []
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")
-    monkeypatch.setattr(memory_files, "BOOT_ID", boot)
+    monkeypatch.setattr(files, "BOOT_ID", boot)
     assert states_in(Identity.of(tmp_path / "run", identity.token)) == []
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run import memory_files, memory_recovery
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_files import identity_of, states_in
-from lockstep_gpt.run.memory_recovery import newest_in_memory
-from lockstep_gpt.run.memory_states import read_state
-from lockstep_gpt.run.memory_writer import MemoryWriter
+from lockstep_gpt.run.memory import files, recovery
+from lockstep_gpt.run.memory.files import identity_of, states_in
+from lockstep_gpt.run.memory.recovery import newest_in_memory
+from lockstep_gpt.run.memory.states import read_state
+from lockstep_gpt.run.memory.writer import MemoryWriter
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(tmp_path):
 
 def use_machine(run, machine):
     """Give this process the memory of a machine."""
-    memory_files.SHARED_MEMORY = run.path.with_name(f"machine{machine}")
+    files.SHARED_MEMORY = run.path.with_name(f"machine{machine}")
 
 
 def newest_steps(run, machines):
@@ -38,7 +38,7 @@ def newest_steps(run, machines):
 
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch):
-    monkeypatch.setattr(memory_files, "SHARED_MEMORY", memory_files.SHARED_MEMORY)
+    monkeypatch.setattr(files, "SHARED_MEMORY", files.SHARED_MEMORY)
 
 
 def keep(run, machine, *steps):
@@ -56,7 +56,7 @@ def damage(run, machine):
     use_machine(run, machine)
     newest = states_in(identity_of(run))[0]
     with newest.path.open("r+b") as file:
-        file.seek(memory_files.HEADER_BYTES + 100)
+        file.seek(files.HEADER_BYTES + 100)
         file.write(b"damaged!")
 
 
@@ -80,7 +80,7 @@ def recover(run, on_ranks, machines=2, at_least=0):
 
 
 def test_a_machine_with_an_older_state_gets_the_newest(run, on_ranks, monkeypatch):
-    monkeypatch.setattr(memory_recovery, "PIECE", 1000)  # it travels in several pieces
+    monkeypatch.setattr(recovery, "PIECE", 1000)  # it travels in several pieces
     keep(run, 0, 4, 6)
     keep(run, 1, 6, 8)
     assert recover(run, on_ranks) == [(8, 1)] * 4
@@ -123,5 +123,5 @@ def test_states_of_runs_that_nobody_continues_are_removed(run, tmp_path):
     RunDirectory(tmp_path / "done").write_summary({"status": "done"})
     (tmp_path / "deleted/config.yaml").unlink()
     (tmp_path / "deleted/.token").unlink()
-    memory_files.remove_abandoned()
+    files.remove_abandoned()
     assert {name for name in folders if folders[name].exists()} == {"unfinished"}

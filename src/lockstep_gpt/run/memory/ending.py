@@ -5,14 +5,14 @@ from typing import Any
 
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.held_states import held_by
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory.files import (
     KeptState,
     SharedMemoryError,
     identity_of,
     remove_states,
     states_in,
 )
+from lockstep_gpt.run.memory.held_states import held_by
 
 
 def state_left(run: RunDirectory) -> KeptState | None:

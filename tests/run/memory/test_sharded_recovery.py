@@ -12,7 +12,7 @@ SHARDED = ("trainer=cpu", "strategy=fsdp2", "checkpoint.memory=4", "checkpoint.e
 KILL = """
 import os, pathlib, signal, lightning
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_files import HEADER_BYTES, identity_of, states_in
+from lockstep_gpt.run.memory.files import HEADER_BYTES, identity_of, states_in
 class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
         step, rank, victims = trainer.global_step, trainer.global_rank, {victims}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep_gpt.distributed.state_keys import SHAPES, SHARDS
 from lockstep_gpt.run.checkpoint_content import UNREADABLE, add_shards
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory.files import (
     HEADER_BYTES,
     KeptState,
     SharedMemoryError,

@@ -12,8 +12,8 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory_copies import DeviceCopies
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory.copies import DeviceCopies
+from lockstep_gpt.run.memory.files import (
     Identity,
     KeptState,
     SharedMemoryError,
@@ -22,9 +22,9 @@ from lockstep_gpt.run.memory_files import (
     make_folder,
     remove_states,
 )
-from lockstep_gpt.run.memory_shards import RankShards
-from lockstep_gpt.run.memory_slots import Layout, Slot, SlotPair
-from lockstep_gpt.run.memory_states import mapped
+from lockstep_gpt.run.memory.shards import RankShards
+from lockstep_gpt.run.memory.slots import Layout, Slot, SlotPair
+from lockstep_gpt.run.memory.states import mapped
 
 logger = logging.getLogger(__name__)
 

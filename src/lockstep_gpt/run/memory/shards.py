@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError
 from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero
-from lockstep_gpt.run.held_states import held_by
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory.files import (
     Header,
     Identity,
     KeptState,
@@ -21,7 +20,8 @@ from lockstep_gpt.run.memory_files import (
     make_folder,
     states_in,
 )
-from lockstep_gpt.run.memory_slots import Slot, SlotPair
+from lockstep_gpt.run.memory.held_states import held_by
+from lockstep_gpt.run.memory.slots import Slot, SlotPair
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
-from lockstep_gpt.run.memory_files import (
+from lockstep_gpt.run.memory.files import (
     Header,
     Identity,
     KeptState,
     SharedMemoryError,
     states_in,
 )
-from lockstep_gpt.run.memory_states import is_intact, mapped
-from lockstep_gpt.run.memory_writer import MemoryWriter
+from lockstep_gpt.run.memory.states import is_intact, mapped
+from lockstep_gpt.run.memory.writer import MemoryWriter
 
 logger = logging.getLogger(__name__)
 
