@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import DictConfig
 
 from lockstep_gpt import stop_signals
@@ -159,7 +160,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         batch,
         first=[metrics, CountedTargets(config)],
         last=[*gradient_sums(config), ShowLog(LEVELS[config.verbosity])],
-        loggers=[],
+        loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],
         max_steps=schedule.total_steps,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
