@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -45,6 +46,7 @@ class Guards(StepCallback):
     directory: RunDirectory  # where the failure of a stalled run is recorded
     rank: int  # of this process
     terminal: TextIO  # where the stack of a stalled rank is shown
+    compares_saved: bool = field(default=True, init=False)  # whether it compares what is saved
     _last_progress: float = field(default=0.0, init=False)  # clock
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
     _pauses: PauseNotice | None = field(default=None, init=False)
@@ -79,7 +81,8 @@ class Guards(StepCallback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Compare the replicas before anything is written."""
-        self._compare_replicas(trainer, pl_module.model, trainer.global_step)
+        if self.compares_saved:
+            self._compare_replicas(trainer, pl_module.model, trainer.global_step)
 
     def _compare_replicas(self, trainer: Trainer, model: torch.nn.Module, step: int) -> None:
         if layout_of(trainer.strategy).has_replicas:
@@ -133,6 +136,19 @@ class Guards(StepCallback):
         time.sleep(STALL_GRACE)
         last_line.show_end_of_rank(self.directory, self.rank, Exit.FAILED, self.terminal)
         os._exit(Exit.FAILED)
+
+
+@contextlib.contextmanager
+def without_comparison(trainer: Any) -> Iterator[None]:
+    """Take a state that isn't saved to the disk: comparing each would cost more than a copy."""
+    guards = [callback for callback in trainer.callbacks if isinstance(callback, Guards)]
+    for guard in guards:
+        guard.compares_saved = False
+    try:
+        yield
+    finally:
+        for guard in guards:
+            guard.compares_saved = True
 
 
 def warn_of_own_statistics(model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.guards import without_comparison
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
@@ -234,10 +235,11 @@ def kept_state(trainer: Trainer) -> dict[str, Any]:
     Every rank must call this.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, ShardedStates):
-        return state_of(trainer)
-    with strategy.states_in_shards():
-        return strategy.state_of_rank(state_of(trainer))
+    with without_comparison(trainer):
+        if not isinstance(strategy, ShardedStates):
+            return state_of(trainer)
+        with strategy.states_in_shards():
+            return strategy.state_of_rank(state_of(trainer))
 
 
 def addresses_of_updated(trainer: Trainer, module: torch.nn.Module) -> set[int]:
