@@ -19,7 +19,7 @@ EXTRAS = {
     "chat": "fine-tuning on conversations, LoRA, talking to a model, a server",
     "cluster": "plans of a run, checks of machines, drills, sizes of models",
     "datasets": "several sources at once, documents kept apart, packing",
-    "evidence": "comparisons of settings with a verdict, and runs checked bit by bit",
+    "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
     "hub": "export to and start from Hugging Face models",
     "pages": "the report of a run, and a page that shows the all-reduce",
     "tasks": "accuracy on tasks, during training and afterward",

@@ -36,7 +36,7 @@ CATALOG = {
         choices=("data=mixture", "packing=documents"),
     ),
     "evidence": Offer(
-        "comparisons of settings with a verdict, and runs checked bit by bit",
+        "verdicts on whether a change helps, and runs checked bit by bit",
         commands=("compare", "verify"),
     ),
     "hub": Offer("export to and start from Hugging Face models", commands=("export",)),

@@ -39,8 +39,10 @@ class Budget:
 
     def refuse_too_few_hours(self, fewest: int, pairs: int, seconds: float) -> None:
         """Raise a `UserError` if `fewest` pairs take too long, as `pairs` of them have shown."""
-        needed = fewest * seconds / max(pairs, 1) / HOUR
-        if self.hours is not None and pairs < fewest and needed > self.hours:
+        if self.hours is None or pairs == 0 or pairs >= fewest:
+            return
+        needed = fewest * seconds / pairs / HOUR
+        if needed > self.hours:
             raise UserError(
                 f"--hours={self.hours:g} is too small for any answer: {fewest} pairs, the fewest, "
                 f"take {needed:.2g} hours here; give more, and the same command continues"
