@@ -64,8 +64,8 @@ def expected(command):
 
 def test_three_lines_train_like_the_command_and_write_nothing(command, words, expected, capfd):
     before = {*command.folder.iterdir()}
-    rate = "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"
-    config = compose(*words, rate)  # it needs a logger
+    rate = "+callbacks.needs_logger._target_=lightning.pytorch.callbacks.LearningRateMonitor"
+    config = compose(*words, rate)
     module, data, trainer = build(config)
     trainer.fit(module, data)
     assert module.val_loss == expected
