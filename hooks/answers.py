@@ -63,19 +63,21 @@ PINS = ROOT / "constraints.txt"
 SYSTEM = ROOT / "hooks" / "commands.txt"  # of the system and its shells
 # Modules and commands of dependencies whose names differ from their distribution's.
 MODULES = re.compile(
-    "absl|antlr4|attr|coreweave_evaluations|databricks|dateutil|dotenv|fabric|functorch|git|"
-    "google|grpc|hydra|hydra_plugins|isympy|libfuturize|libpasteurize|lightning_fabric|"
-    "markdown_it|mlflow|mpl_toolkits|multipart|mypyc|opentelemetry|past|pil|pip|pkg_resources|py|"
-    "pydevd_plugins|pylab|slugify|torchgen|uv|websocket|wheel|xdist|yaml"
+    "absl|antlr4|attr|coreweave_evaluations|databricks|dateutil|dotenv|fabric|functorch|"
+    "git|google|grpc|hydra|hydra_plugins|ipykernel_launcher|isympy|jupyter|libfuturize|"
+    "libpasteurize|lightning_fabric|markdown_it|mlflow|mpl_toolkits|multipart|mypyc|"
+    "opentelemetry|past|pil|pip|pkg_resources|py|pydevd_plugins|pylab|slugify|torchgen|"
+    "uv|websocket|wheel|xdist|yaml|zmq"
 )
 # Modules of Python's own library. `sys.stdlib_module_names` lacks its tests, and modules that were
 # added after the oldest supported version.
 LIBRARY = {*sys.stdlib_module_names, "annotationlib", "compression", "profiling", "test"}
 COMMANDS = re.compile(
-    "accelerate-[a-z-]+|activate|cffi-gen-src|datasets-cli|dmypy|dotenv|f2py|fabric|futurize|hf|"
-    "huggingface-cli|isympy|mako-render|markdown-it|mlflow|mypyc|normalizer|numpy-config|"
-    "pasteurize|pip3?|pyftmerge|pyftsubset|pygmentize|pygrun|python3?|slugify|sp-ruff-checks|"
-    "sqlformat|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|ttx|undill|uv|wb|wsdump"
+    "accelerate-[a-z-]+|activate|cffi-gen-src|datasets-cli|debugpy-adapter|dmypy|dotenv|"
+    "f2py|fabric|futurize|hf|huggingface-cli|ipython3|isympy|jupyter-[a-z-]+|mako-render|"
+    "markdown-it|mlflow|mypyc|normalizer|numpy-config|pasteurize|pip3?|pyftmerge|"
+    "pyftsubset|pygmentize|pygrun|python3?|slugify|sp-ruff-checks|sqlformat|stubgen|"
+    "stubtest|tiny-agents|torchfrtrace|torchrun|ttx|undill|uv|wb|wsdump"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # in softkwlist since Python 3.12
 FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # in every project
