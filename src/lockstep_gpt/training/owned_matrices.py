@@ -4,8 +4,10 @@ Ranks orthogonalize the matrices that they own, and send the updates to all othe
 the products: updates are exactly those of a single device. Momentum takes 1 / W of the memory.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ Shape = tuple[int, ...]
 # Products of matrices this short take less time than sending the result. And a CPU chooses their
 # kernel by the size of the whole stack, so a matrix's bits would depend on the others of its rank.
 SHORT = 16
+# Momenta that travel at once to be saved: gloo takes them next to each other, and memory is bounded.
+IN_FLIGHT = 8
 
 
 class OwnedMatrices:
@@ -108,14 +112,24 @@ class OwnedMatrices:
     ) -> Mapping[Tensor, Tensor]:
         """Return the momentum of all `matrices`, in host memory, on the first rank of a machine."""
         whole = dict(momenta)
+        arriving: deque[tuple[Tensor, Tensor, Any]] = deque()
+
+        def receive() -> None:
+            matrix, momentum, work = arriving.popleft()
+            work.wait()
+            if self._is_first and not self.keeps(matrix):
+                whole[matrix] = momentum.cpu()
+
         for matrix in matrices:
             owner = self._owners.get(matrix)
             if owner is None or (owner == 0 and self._is_one_machine):
                 continue
             momentum = momenta[matrix] if owner == self._rank else torch.empty_like(matrix)
-            dist.broadcast(momentum, src=owner)
-            if self._is_first and owner != self._rank:
-                whole[matrix] = momentum.cpu()
+            arriving.append((matrix, momentum, dist.broadcast(momentum, src=owner, async_op=True)))
+            if len(arriving) == IN_FLIGHT:
+                receive()
+        while arriving:
+            receive()
         return whole
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from lockstep_gpt.distributed import machine_ring
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory import files, recovery
+from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import identity_of, states_in
 from lockstep_gpt.run.memory.recovery import newest_in_memory
 from lockstep_gpt.run.memory.states import read_state
@@ -80,7 +81,7 @@ def recover(run, on_ranks, machines=2, at_least=0):
 
 
 def test_a_machine_with_an_older_state_gets_the_newest(run, on_ranks, monkeypatch):
-    monkeypatch.setattr(recovery, "PIECE", 1000)  # it travels in several pieces
+    monkeypatch.setattr(machine_ring, "PIECE", 1000)  # it travels in several pieces
     keep(run, 0, 4, 6)
     keep(run, 1, 6, 8)
     assert recover(run, on_ranks) == [(8, 1)] * 4

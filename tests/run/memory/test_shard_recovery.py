@@ -68,6 +68,13 @@ class Machine:
         assert kept.header.identity == self.identity
         return step
 
+    def lose_first(self):
+        """Lose the memory of the first machine; every rank must call this."""
+        torch.distributed.barrier()
+        if self.ranks.rank in (0, 1):
+            files.remove_states(self.identity)
+        torch.distributed.barrier()
+
     def files(self):
         return {path.name: path for path in self.identity.folder.iterdir()}
 
@@ -97,10 +104,7 @@ def test_ranks_find_their_shards_in_their_own_machine(on_machines):
 def test_a_replaced_machine_gets_its_shards_from_the_next_one(on_machines):
     def lose_and_find(machine):
         machine.keep(4, 6)
-        torch.distributed.barrier()
-        if machine.ranks.rank in (0, 1):
-            files.remove_states(machine.identity)
-        torch.distributed.barrier()
+        machine.lose_first()
         step = machine.found()
         return step, machine.found()  # now everything is where it belongs
 
@@ -165,10 +169,7 @@ def test_a_machine_without_room_for_its_shards_lets_all_use_the_disk(
 ):
     def lose_and_find(machine):
         machine.keep(4, 6)
-        torch.distributed.barrier()
-        if machine.ranks.rank in (0, 1):
-            files.remove_states(machine.identity)
-        torch.distributed.barrier()
+        machine.lose_first()
         caplog.clear()
         if machine.ranks.rank == 1:
             monkeypatch.setattr("os.posix_fallocate", refuse)

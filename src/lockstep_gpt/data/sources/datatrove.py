@@ -1,4 +1,4 @@
-"""datatrove's tokenized files: `.ds` files, and what is beside each.
+"""Tokenized files of datatrove: `.ds` files, and the files next to each.
 
 The format is what `DocumentTokenizer` and `DocumentTokenizerMerger` write, as in datatrove's
 pipeline/tokens/tokenizer.py. A `.ds` file has tokens alone, of 2 or 4 bytes, little-endian. Beside

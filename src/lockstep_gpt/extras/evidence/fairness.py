@@ -49,8 +49,8 @@ def refuse_equal(settings: Sequence[Setting]) -> None:
         for other in settings[place + 1 :]:
             if not differing_lines(one, other):
                 raise UserError(
-                    f"{one.name} and {other.name} have the same settings; change one of them, as "
-                    'in --variant "optim=muon"'
+                    f"{one.name} and {other.name} have the same settings; give one of them a value "
+                    "that the other doesn't have"
                 )
 
 

@@ -145,7 +145,7 @@ class StateInMemory(StepCallback, Checkpoint):
 
     def _is_blocked(self) -> bool:
         """Return whether a state or the hash of a checkpoint isn't complete yet."""
-        if self.writer is None or not self.writer.is_on or self.writer.is_busy():
+        if self.writer is None or self._is_unable():
             return True
         self._note_background(self.writer)
         if self.config.strategy.get("save_parts"):
@@ -156,6 +156,8 @@ class StateInMemory(StepCallback, Checkpoint):
     def _is_unable(self) -> bool:
         """Return whether this rank's part of a state isn't complete yet, or can't be kept."""
         assert self.writer is not None
+        if self.turns.setting != "auto":  # the writer waits: each due state is kept
+            return not self.writer.is_on
         return not self.writer.is_on or self.writer.is_busy()
 
     def _note_background(self, writer: MemoryWriter) -> None:

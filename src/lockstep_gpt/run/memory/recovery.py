@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep_gpt.distributed.machine_ring import pieces_of
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
 from lockstep_gpt.run.memory.files import (
     Header,
@@ -21,8 +22,6 @@ from lockstep_gpt.run.memory.states import is_intact, mapped
 from lockstep_gpt.run.memory.writer import MemoryWriter
 
 logger = logging.getLogger(__name__)
-
-PIECE = 1 << 26  # bytes of a state that travel at once
 
 
 def newest_in_memory(
@@ -95,7 +94,7 @@ def _is_same(state: KeptState, other: KeptState) -> bool:
 
 def _send(state: KeptState, group: dist.ProcessGroup) -> None:
     content = mapped(state)
-    for piece in torch.split(content, PIECE):
+    for piece in pieces_of(content):
         dist.broadcast(piece, src=dist.get_rank(), group=group)
 
 
@@ -117,7 +116,7 @@ def _receive(
         logger.warning("the newest state in memory doesn't fit on this machine: %s", fault)
         slot = None
         content = torch.empty(header.size, dtype=torch.uint8)
-    for piece in torch.split(content, PIECE):
+    for piece in pieces_of(content):
         dist.broadcast(piece, src=source, group=group)
     if slot is None:
         return None

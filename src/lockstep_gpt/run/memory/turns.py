@@ -29,7 +29,7 @@ class MemoryTurns:
     decided: bool = False  # whether all ranks keep the state after this step
     # On rank 0: whether something that a state contains is not complete yet.
     is_blocked: Callable[[], bool] = field(default=lambda: False, repr=False)
-    # On a rank with shards, of which a state needs all: whether it can't keep the next ones.
+    # On a rank that keeps shards: whether it can't keep those of the next state, which needs all.
     is_unable: Callable[[], bool] = field(default=lambda: False, repr=False)
     background: float = 0.0  # seconds of work next to training that the last state has taken
     _last: int = field(default=0, init=False)  # step of the last state, or where training began
