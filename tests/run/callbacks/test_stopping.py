@@ -99,9 +99,12 @@ def test_a_stop_is_not_caught_as_an_exception():
 
 def test_a_single_rank_decides_without_communication():
     vote = StopVote()
-    assert [vote.cast(signum)[0] for signum in (0, 15, 0)] == [0, 15, 0]
-    assert [vote.cast(0, wish)[1] for wish in (True, False, False)] == [False, True, False]
-    vote.close()
+    assert vote.is_alone
+    assert vote.result() == (0, False)
+    vote.cast(15, KEEP)
+    assert vote.result() == (15, True)
+    vote.cast(0)
+    assert vote.result() == (0, False)
 
 
 def test_ranks_keep_a_state_only_if_none_of_them_refuses(on_ranks):
@@ -109,11 +112,13 @@ def test_ranks_keep_a_state_only_if_none_of_them_refuses(on_ranks):
 
     def decide(rank):
         vote = StopVote()
-        decided = [vote.cast(0, ballots[rank])[1] for ballots in [*rounds, (NOTHING, NOTHING)]]
-        vote.close()
-        return decided[1:]  # a round later
+        decided = []
+        for ballots in rounds:
+            vote.cast(0, ballots[rank])
+            decided.append(vote.result())
+        return decided
 
-    assert on_ranks(2, decide) == [[False, True, False, False]] * 2
+    assert on_ranks(2, decide) == [[(0, False), (0, True), (0, False), (0, False)]] * 2
 
 
 class Spoil(Callback):

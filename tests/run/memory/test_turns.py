@@ -30,7 +30,8 @@ def test_the_interval_is_the_smallest_that_costs_a_hundredth(waited, background,
     for _ in range(20):
         auto.note_step(0.1)
     auto.note_step(60.0)  # a pause of the machine
-    auto.note_state(102, waited)
+    auto.decide(102, is_kept=True)
+    auto.note_state(waited)
     auto.background = background
     assert auto.interval == interval
     assert next(step for step in range(103, 500) if auto.wish(step)) == 102 + interval
@@ -39,7 +40,7 @@ def test_the_interval_is_the_smallest_that_costs_a_hundredth(waited, background,
 def test_a_step_that_becomes_slower_shortens_the_interval():
     auto = turns("auto")
     auto.note_step(0.01)
-    auto.note_state(102, 0.01)
+    auto.note_state(0.01)
     assert auto.interval == 100
     for _ in range(64):
         auto.note_step(0.1)
@@ -58,3 +59,14 @@ def test_a_rank_that_cannot_keep_its_shards_refuses():
     unable = turns(1)
     unable.is_unable = lambda: True
     assert unable.ballot(101) == NOT_NOW
+
+
+def test_a_state_that_is_about_to_be_kept_counts_before_its_cost_is_known():
+    auto = turns("auto")
+    auto.note_step(0.01)
+    auto.note_state(0.01)
+    assert auto.ballot(200) == KEEP
+    auto.decide(200, is_kept=True)  # the vote on the next step comes before the state is taken
+    assert auto.ballot(201) == NOTHING
+    auto.decide(201, is_kept=False)
+    assert next(step for step in range(201, 400) if auto.ballot(step) == KEEP) == 300

@@ -206,6 +206,8 @@ class StateInMemory(StepCallback, Checkpoint):
     def _keep(self, trainer: Trainer, module: Any, step: int) -> None:
         self._waits = False
         self._clock = 0.0
+        if module.device.type == "cpu":
+            trainer.strategy.barrier()  # the next gradients would wait for the slowest rank too
         started = time.perf_counter()
         if int(module.skipped.count) > module.skipped.allowed:
             return  # the run ends soon
@@ -219,7 +221,7 @@ class StateInMemory(StepCallback, Checkpoint):
         if module.device.type == "cuda":
             self.writer.copies.updated = addresses_of_updated(trainer, module)
         self.writer.write(step, {**state, "weights": weights})
-        self.turns.note_state(step, time.perf_counter() - started)
+        self.turns.note_state(time.perf_counter() - started)
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Finish what is being written."""

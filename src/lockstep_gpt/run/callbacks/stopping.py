@@ -51,20 +51,28 @@ class StopVote:
         self._ballot = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def cast(self, signum: int, ballot: int = NOTHING) -> tuple[int, bool]:
-        """Vote to stop by signal `signum`, or 0 to continue; return the last decision.
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks to agree with."""
+        return self._group is None
+
+    def result(self) -> tuple[int, bool]:
+        """Return the signal on which all ranks stop, or 0, and whether they keep the next state."""
+        self.close()
+        stop, keep = self._ballot.tolist()  # zeros before the first vote
+        return stop, keep == KEEP
+
+    def cast(self, signum: int, ballot: int = NOTHING) -> None:
+        """Vote to stop by signal `signum`, or 0 to continue; all ranks know the result a step later.
 
         Args:
             signum: on which this rank wants to stop.
             ballot: on keeping the state after the next step.
         """
-        self.close()
-        stop, keep = self._ballot.tolist()  # zeros before the first vote
         self._ballot = torch.tensor([signum, ballot])
-        if self._group is None:
-            return signum, keep == KEEP  # alone, it stops at once
-        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, self._group, async_op=True)
-        return stop, keep == KEEP
+        if not self.is_alone:
+            maximum = dist.ReduceOp.MAX
+            self._work = dist.all_reduce(self._ballot, maximum, self._group, async_op=True)
 
     def close(self) -> None:
         """Wait for the last vote: every rank takes part in the same number of votes."""
@@ -103,7 +111,11 @@ class GracefulStop(StepCallback):
         If a validation follows, wait for it: else the saved state would mark it as done.
         """
         signum = int(stop_signals.received.first or 0)
-        self.decided, self.turns.decided = self.vote.cast(signum, self.turns.ballot(step + 1))
+        self.decided, is_kept = self.vote.result()
+        self.turns.decide(step, is_kept)
+        self.vote.cast(signum, self.turns.ballot(step + 1))
+        if self.vote.is_alone:
+            self.decided = signum  # at once
         if step >= self.checkpoints.total_steps:
             self.decided = 0  # the run ends anyway
         if not self.decided:

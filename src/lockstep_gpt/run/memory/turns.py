@@ -26,7 +26,7 @@ class MemoryTurns:
 
     setting: int | str | bool = False
     is_on: bool = False  # on rank 0: whether it has memory for states
-    decided: bool = False  # whether all ranks keep the state after this step
+    decided: bool = field(default=False, init=False)  # whether all ranks keep this step's state
     # On rank 0: whether something that a state contains is not complete yet.
     is_blocked: Callable[[], bool] = field(default=lambda: False, repr=False)
     # On a rank that keeps shards: whether it can't keep those of the next state, which needs all.
@@ -34,11 +34,17 @@ class MemoryTurns:
     background: float = 0.0  # seconds of work next to training that the last state has taken
     _last: int = field(default=0, init=False)  # step of the last state, or where training began
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
-    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=3), init=False)
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=8), init=False)
 
     def begin(self, step: int) -> None:
         """Note the step from which this process trains."""
         self._last = step
+
+    def decide(self, step: int, is_kept: bool) -> None:
+        """Note whether all ranks keep the state after `step`."""
+        self.decided = is_kept
+        if is_kept:
+            self._last = step
 
     def ballot(self, step: int) -> int:
         """Return this rank's ballot on keeping the state after `step`, the next one."""
@@ -73,7 +79,6 @@ class MemoryTurns:
         """Note how long a step took that nothing interrupted."""
         self._durations.append(seconds)
 
-    def note_state(self, step: int, seconds: float) -> None:
-        """Note how long training waited for the state after `step`."""
-        self._last = max(self._last, step)
+    def note_state(self, seconds: float) -> None:
+        """Note how long training waited for a state."""
         self._costs.append(seconds)
