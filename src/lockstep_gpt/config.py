@@ -207,13 +207,14 @@ def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-@functools.cache
 def _defaults_of_extras() -> dict[str, Any]:
     """Return the default values of each group that an extra adds; don't change them."""
-    return {
-        group: OmegaConf.to_container(OmegaConf.structured(settings))
-        for group, settings in settings_classes().items()
-    }
+    return {group: _defaults_of(settings) for group, settings in settings_classes().items()}
+
+
+@functools.cache
+def _defaults_of(settings: type) -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(settings))
 
 
 def _refuse_absent_groups(values: dict[str, Any], file: Path | None) -> None:
