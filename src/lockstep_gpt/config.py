@@ -5,7 +5,6 @@ setting that is misspelled or has the wrong type. `trainer`, `strategy`, `callba
 are Lightning's, so any name is allowed there. This module never imports torch.
 """
 
-import copy
 import functools
 import logging
 from dataclasses import asdict, dataclass, field
@@ -192,7 +191,7 @@ def as_values(config: Config) -> dict[str, Any]:
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return frozen `values` with the groups of extras that `without_defaults` left out."""
-    return {**copy.deepcopy(_defaults_of_extras()), **values}
+    return {**_defaults_of_extras(), **values}
 
 
 def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -208,13 +207,11 @@ def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults_of_extras() -> dict[str, Any]:
-    """Return the default values of each group that an extra adds; don't change them."""
-    return {group: _defaults_of(settings) for group, settings in settings_classes().items()}
-
-
-@functools.cache
-def _defaults_of(settings: type) -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(settings))
+    """Return the default values of each group that an extra adds."""
+    return {
+        group: OmegaConf.to_container(OmegaConf.structured(settings))
+        for group, settings in settings_classes().items()
+    }
 
 
 def _refuse_absent_groups(values: dict[str, Any], file: Path | None) -> None:

@@ -1,6 +1,7 @@
 """The LightningModule: what one micro-batch, one update, and one validation do."""
 
 from collections.abc import Callable
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, Self, cast
@@ -248,6 +249,11 @@ class GPTModule(lightning.LightningModule):
         self.keeps_gradients = False
         self.model.zero_grad()
 
+    @cached_property
+    def config_values(self) -> dict[str, Any]:
+        """What `as_values` returns for this run, whose states all have it."""
+        return as_values(self.config)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what the next row of the log needs, and config and tokenizer unless already there.
 
@@ -255,7 +261,7 @@ class GPTModule(lightning.LightningModule):
         """
         checkpoint["skipped"] = int(self.skipped.count)
         checkpoint["step_losses"] = self.losses.state()
-        checkpoint.setdefault("config", as_values(self.config))
+        checkpoint.setdefault("config", self.config_values)
         checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
