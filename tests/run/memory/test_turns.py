@@ -11,6 +11,14 @@ def turns(setting):
     return made
 
 
+def with_first_state(setting):
+    made = turns(setting)
+    assert [made.ballot(step) for step in (101, 102)] == [NOTHING, KEEP]
+    made.decide(102, is_kept=True)
+    made.note_state(60.0)
+    return made
+
+
 def test_a_number_of_steps_counts_from_the_start_of_the_run():
     every_seven = turns(7)
     assert [step for step in range(101, 120) if every_seven.wish(step)] == [105, 112, 119]
@@ -24,21 +32,21 @@ def test_without_memory_nothing_is_kept():
     ("waited", "background", "interval"), [(0.004, 0.006, 10), (0.3, 0.0, 300), (1e-6, 0.0, 1)]
 )
 def test_the_interval_is_the_smallest_that_costs_a_hundredth(waited, background, interval):
-    auto = turns("auto")
-    assert auto.interval is None
-    assert [auto.wish(step) for step in (101, 102)] == [False, True]
+    auto = with_first_state("auto")
     for _ in range(20):
         auto.note_step(0.1)
     auto.note_step(60.0)  # a pause of the machine
-    auto.decide(102, is_kept=True)
+    assert auto.interval is None  # the first state has no pages yet, so its cost is no rule
+    assert [auto.wish(step) for step in (103, 104)] == [False, True]
+    auto.decide(104, is_kept=True)
     auto.note_state(waited)
     auto.background = background
     assert auto.interval == interval
-    assert next(step for step in range(103, 500) if auto.wish(step)) == 102 + interval
+    assert next(step for step in range(105, 500) if auto.wish(step)) == 104 + interval
 
 
 def test_a_step_that_becomes_slower_shortens_the_interval():
-    auto = turns("auto")
+    auto = with_first_state("auto")
     auto.note_step(0.01)
     auto.note_state(0.01)
     assert auto.interval == 100
@@ -62,11 +70,11 @@ def test_a_rank_that_cannot_keep_its_shards_refuses():
 
 
 def test_a_state_that_is_about_to_be_kept_counts_before_its_cost_is_known():
-    auto = turns("auto")
+    auto = with_first_state("auto")
     auto.note_step(0.01)
     auto.note_state(0.01)
-    assert auto.ballot(200) == KEEP
-    auto.decide(200, is_kept=True)  # the vote on the next step comes before the state is taken
-    assert auto.ballot(201) == NOTHING
-    auto.decide(201, is_kept=False)
-    assert next(step for step in range(201, 400) if auto.ballot(step) == KEEP) == 300
+    assert auto.ballot(202) == KEEP
+    auto.decide(202, is_kept=True)  # the vote on the next step comes before the state is taken
+    assert auto.ballot(203) == NOTHING
+    auto.decide(203, is_kept=False)
+    assert next(step for step in range(203, 400) if auto.ballot(step) == KEEP) == 302

@@ -229,6 +229,10 @@ class SlotPair:
             if path != self._kept:
                 self._slot(number).reserve(size)
 
+    def prepare_next(self, size: int) -> None:
+        """Take the memory for `size` bytes in the slot that is overwritten next."""
+        self._slot(self._next).reserve(size)
+
     def _slot(self, number: int) -> Slot:
         slot = self._slots[number]
         if slot is None:

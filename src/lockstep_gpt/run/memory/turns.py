@@ -13,7 +13,8 @@ SHARE = 0.01  # of the training time that keeping states may take
 NOTHING = 0
 KEEP = 1  # rank 0's wish
 NOT_NOW = 2  # of a rank whose last state isn't complete yet, or that has no room for more
-FIRST = 2  # steps before the first state: the first step prepares much, and may compile
+# Steps before each of the first two states: the first step and the first state prepare much.
+FIRST = 2
 
 
 @dataclass
@@ -34,6 +35,7 @@ class MemoryTurns:
     background: float = 0.0  # seconds of work next to training that the last state has taken
     _last: int = field(default=0, init=False)  # step of the last state, or where training began
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=64), init=False)
+    _has_prepared: bool = field(default=False, init=False)  # the first state, whose cost is no rule
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=8), init=False)
 
     def begin(self, step: int) -> None:
@@ -81,4 +83,6 @@ class MemoryTurns:
 
     def note_state(self, seconds: float) -> None:
         """Note how long training waited for a state."""
-        self._costs.append(seconds)
+        if self._has_prepared:
+            self._costs.append(seconds)
+        self._has_prepared = True

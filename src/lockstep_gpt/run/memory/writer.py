@@ -126,12 +126,14 @@ class MemoryWriter:
 
     def _seal(self, slot: Slot, layout: Layout, step: int) -> float:
         """Complete a state in the thread; return the CPU time that it took there."""
+        assert self._pair is not None
         started = time.thread_time()
         self.copies.wait()
         layout.tensors.clear()  # copied, so they need no memory any more
         part = self.shards.part if self.shards else None
         try:
             header = slot.seal(layout, self.identity, step, part)
+            self._pair.prepare_next(layout.size)  # else training would wait for it, once
         except SharedMemoryError:
             if self.shards is not None:
                 self.shards.skip()
