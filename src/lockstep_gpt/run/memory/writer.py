@@ -133,12 +133,12 @@ class MemoryWriter:
         part = self.shards.part if self.shards else None
         try:
             header = slot.seal(layout, self.identity, step, part)
+            seconds = time.thread_time() - started
             self._pair.prepare_next(layout.size)  # else training would wait for it, once
         except SharedMemoryError:
             if self.shards is not None:
                 self.shards.skip()
             raise
-        seconds = time.thread_time() - started
         if self.shards is not None:
             seconds += self.shards.copy(header, slot.content[: header.size])
         return seconds
