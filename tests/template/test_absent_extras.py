@@ -142,7 +142,8 @@ def test_markers_are_few_and_in_three_files():
 
 
 def test_the_page_on_extras_describes_each_with_its_pages():
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|(?: (`.+`))? \|$", text_of(ON_EXTRAS), re.M)
+    row = re.compile(r"^\| `(\w+)` \| (.+?) \| .+ \|(?: (`.+`))? \|$", re.MULTILINE)
+    rows = row.findall(text_of(ON_EXTRAS))
     assert {extra: description for extra, description, _ in rows} == EXTRAS
     for extra, _, named in rows:
         pages = [page for page in PAGES if owner(page) == extra]

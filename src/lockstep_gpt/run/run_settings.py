@@ -51,8 +51,8 @@ class GuardConfig(Checked):
         "steps between comparisons of the ranks' weights; null: only at saves", 500, at_least=1
     )
     trace: bool = setting(
-        "write sums of each step's bits to trace.csv, to find the first micro-batch and tensor that "
-        "differ in another run",
+        "write sums of each step's bits to trace.csv, to find the first micro-batch and tensor "
+        "that differ in another run",
         False,
     )
     verify_every: int | None = setting(
