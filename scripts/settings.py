@@ -167,7 +167,7 @@ def data_sections() -> Iterator[Part]:
                 text = header(files[names[schema]]) or f"{about(schema)}."
                 yield section(f"### `data={names[schema]}`", schema, f"{text} {also(schema)}")
             elif is_new and any(own_fields(schema)):
-                text = f"{about(schema)}. {also(schema)}".strip()
+                text = also(schema) or f"{about(schema)}."
                 yield section(f"### {SHARED[schema.__name__]}", schema, text)
             written.add(schema)
 

@@ -1,4 +1,4 @@
-"""Whatever process of a run is killed, at whatever moment, none is left (docs/ranks.md)."""
+"""Whatever process of a run is killed, at whatever moment, none is left (docs/resume.md)."""
 
 import contextlib
 import os
@@ -106,7 +106,7 @@ def launch(command, start, python_of_forks, monkeypatch):
 
 @pytest.fixture
 def expect_end(wait_for):
-    """Wait until a run has no process; docs/ranks.md says 10 s, a busy machine needs more."""
+    """Wait until a run has no process; docs/resume.md says 10 s, a busy machine needs more."""
 
     def expect(run):
         def describe():

@@ -1,4 +1,4 @@
-"""How far rounding drives runs on several ranks apart: the tables of docs/ranks.md.
+"""How far rounding drives runs on several ranks apart: the table of docs/devices.md.
 
 usage: python scripts/benchmarks/drift.py [--ranks 2,4] [--steps 300]
 

@@ -19,15 +19,12 @@ ROOT = Path(__file__).parents[2]
 OF_TEMPLATE = (
     "README.md",
     "docs/devices.md",
-    "docs/kubernetes.md",
+    "docs/extras.md",
+    "docs/jobs.md",
     "docs/own_data.md",
-    "docs/ranks.md",
     "docs/resume.md",
-    "docs/slurm.md",
-    "docs/sweeps.md",
+    "docs/tracking.md",
     "docs/troubleshooting.md",
-    "docs/update.md",
-    "docs/wandb.md",
 )
 IS_TEMPLATE = (ROOT / "hooks").is_dir()
 NAMES = ("docs/tutorial.md", *(OF_TEMPLATE if IS_TEMPLATE else ()))

@@ -1,4 +1,4 @@
-"""The how-to for another model: its one file, next to our source, trains on two ranks."""
+"""The page's model, and one that shares nothing with ours, train in a copy of the project."""
 
 import importlib.util
 import json
@@ -14,13 +14,51 @@ from lockstep_gpt import cli
 from lockstep_gpt.model.model_settings import ModelConfig
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "docs/own_model.md"
+FILE = ROOT / "docs/extend.md"
 if not FILE.is_file():
-    pytest.skip("no docs/own_model.md here", allow_module_level=True)
-PAGE = FILE.read_text(encoding="utf-8")
+    pytest.skip("no docs/extend.md here", allow_module_level=True)
+SECTIONS = re.findall(
+    r"^## A model\n(.*?)^## ", FILE.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+)
+if not SECTIONS:
+    pytest.skip("no section on models in docs/extend.md here", allow_module_level=True)
+(PAGE,) = SECTIONS
 ((PLACE, CODE),) = re.findall(
     r"^`(\S+)`:\n\n```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL
 )
+# Has the parts in the page's table, and is no subclass of our GPT.
+BIGRAMS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, config, vocab_size):
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.blocks = nn.ModuleList([nn.Embedding(vocab_size, vocab_size)])
+        nn.init.zeros_(self.blocks[0].weight)
+
+    def forward(self, tokens, targets=None):
+        logits = self.blocks[0](tokens.long())
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
+
+    def generate(self, tokens, length, temperature=1.0, top_k=None, generator=None):
+        for _ in range(length):
+            tokens = torch.cat([tokens, self(tokens[:, -1:])[:, 0].argmax(-1, True)], dim=1)
+        return tokens
+
+    @property
+    def num_parameters(self):
+        return self.vocab_size**2
+
+    @property
+    def flops_per_token(self):
+        return 6 * self.vocab_size
+"""
 COMMANDS = [
     words
     for words in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
@@ -36,6 +74,7 @@ def copy(tmp_path_factory):
     for name in ("src", "configs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / PLACE).write_text(CODE, encoding="utf-8")
+    (root / PLACE).with_name("bigrams.py").write_text(BIGRAMS, encoding="utf-8")
     return root
 
 
@@ -78,12 +117,14 @@ def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command, pytho
         "runs/retention", "runs/alone"
     )
     own = f" data.root={command.data_root} logger=none precision=64-true"
-    lines = [train + own, generate, *evaluate, f"{alone}{own} launch.inline=true"]
+    bigrams = alone.replace("=retention", "=bigrams").replace("runs/alone", "runs/bigrams")
+    lines = [train + own, generate, *evaluate]
+    lines += [f"{line}{own} launch.inline=true" for line in (alone, bigrams)]
     words = [python_of_forks, "-c", TELL, json.dumps([*map(shlex.split, lines)])]
     process = command.start_words(words, PYTHONPATH=str(copy / "src"))
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    trained, generated, *evaluated, _, _ = out.split("=" * 80 + "\n")
+    trained, generated, *evaluated, _, _, _ = out.split("=" * 80 + "\n")
     assert "2 x cpu" in trained
     assert generated.startswith("def f(x, y):")
     assert all("perplexity" in each for each in evaluated)
@@ -94,4 +135,5 @@ def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command, pytho
         if Path(two["last_checkpoint"]).is_absolute()
         else command.folder / two["last_checkpoint"]
     )
-    assert "model.blocks.0.qkvg.weight" in saved["state_dict"]
+    assert "model.blocks.0.attention.qkvg.weight" in saved["state_dict"]
+    assert command.summary("runs/bigrams")["val_loss"] < 5.53  # it starts at ln 256 = 5.545

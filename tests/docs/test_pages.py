@@ -67,7 +67,7 @@ def test_every_quoted_message_is_in_the_source(line):
 @pytest.mark.usefixtures("quick_ranks")
 def test_errors_are_quoted_exactly(story):
     shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
-    assert len(shown) > 12
+    assert len(shown) > 1
     told = story([line for line, _ in shown], inline=False)
     for (line, expected), (status, screen) in zip(shown, told, strict=True):
         assert status in (1, 2), line

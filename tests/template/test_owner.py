@@ -141,11 +141,9 @@ def change(path, old, new):
 
 
 def follow(project):
-    """Do what the pages on extensions and on models tell."""
+    """Do what the page on extensions tells."""
     page = (project / "docs/extend.md").read_text("utf-8")
     files = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    of_models = (project / "docs/own_model.md").read_text("utf-8")
-    files += re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", of_models, re.MULTILINE | re.DOTALL)
     write(project, dict(files))
     changes = re.findall(r"^In `(\S+)`.+?```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     for name, difference in changes:
@@ -185,7 +183,7 @@ def test_without_docs_all_tests_are_collected_and_those_of_pages_are_skipped(pro
     status, output = tests("tests/docs", "tests/test_packaging.py")
     assert status == 0, output
     reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.+)$", output, re.MULTILINE)
-    for page in ("extend", "own_model", "settings", "troubleshooting"):
+    for page in ("extend", "settings", "troubleshooting"):
         assert f"no docs/{page}.md here" in reasons, output
 
 

@@ -135,6 +135,15 @@ def test_the_readme_is_short_enough_to_be_read(repository):
     assert len([line for line in lines if not line.startswith("<!--")]) <= 250
 
 
+def test_pages_are_few_and_short_enough_to_be_read(template, baked):
+    """Here, and in a project without extras; say less elsewhere before you raise a limit."""
+    limits = {template: (23, 28_000), baked(extras="none"): (15, 20_000)}
+    for folder, (most_pages, most_words) in limits.items():
+        texts = [path.read_text("utf-8") for path in (folder / "docs").glob("*.md")]
+        assert len(texts) <= most_pages
+        assert sum(len(text.split()) for text in texts) <= most_words
+
+
 def test_every_readme_says_what_has_run_on_a_gpu(template, baked):
     """Until something has, a project's README quotes ours."""
     ours, theirs = (
@@ -178,7 +187,7 @@ def test_the_page_on_extensions_adds_new_files_and_its_changes_fit_once(reposito
     page = (repository / "docs/extend.md").read_text("utf-8")
     files = re.findall(r"^`(\S+)`:\n\n```", page, re.MULTILINE)
     changes = re.findall(r"^In `(\S+)`.+?```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert (len(files), len(changes)) == (11, 2)
+    assert (len(files), len(changes)) == (12, 2)
     assert [name for name in files if (repository / name).exists()] == []
     for name, change in changes:
         old = "".join(line[1:] for line in change.splitlines(keepends=True) if line[0] != "+")

@@ -24,8 +24,8 @@ class CheckpointConfig(Checked):
     background: bool = setting("write a copy of the state while training continues", False)
     copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)
     memory: int | str | bool = setting(
-        "also keep the newest state in each machine's memory, from which killed ranks continue: "
-        "every so many steps, or auto: with several ranks, so often that it takes 1 % of the time",
+        "also keep the newest state in each machine's memory: every so many steps, or auto: with "
+        "several ranks, in 1 % of the time",
         "auto",
     )
 
@@ -51,13 +51,13 @@ class GuardConfig(Checked):
         "steps between comparisons of the ranks' weights; null: only at saves", 500, at_least=1
     )
     trace: bool = setting(
-        "write sums of the bits of each step's tokens, losses, gradients, and weights to "
-        "trace.csv, so that a comparison names the first micro-batch and tensor that differ",
+        "write sums of each step's bits to trace.csv, to find the first micro-batch and tensor "
+        "that differ in another run",
         False,
     )
     verify_every: int | None = setting(
-        "recompute the last micro-batch of one random step in this many on another rank, and end "
-        "the run if any bit differs; null: never",
+        "recompute a micro-batch of one random step in this many on another rank, and end the run "
+        "if a bit differs; null: never",
         None,
         at_least=1,
     )
