@@ -74,7 +74,6 @@ AT_THE_ROOT = {
     "docs/README.md",
     "docs/architecture.svg",
     "docs/coming_from.md",
-    "docs/coming_from_tutorials.md",
     "docs/devices.md",
     "docs/extend.md",
     "docs/extras.md",
