@@ -32,10 +32,14 @@ for words in json.loads(sys.argv[1]):
         told.append((status, file.read().decode()))
 os.write(screen, json.dumps(told).encode())
 """
-# The settings of the tutorial's own experiment: a page names the file above the block.
-EXPERIMENT = re.compile(r"`(configs/\S+\.yaml)`:\n\n```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# It trains for a minute, of which a few steps show all that tests check.
-SHORT = {"experiment=books": ["max_steps=20", "val_every=20"]}
+# The tutorial's own experiment.
+EXPERIMENT = re.compile(
+    r"`configs/experiment/books\.yaml`:\n\n```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+# It trains for a minute, of which a few steps show all that tests check. You may have a file of its
+# name with other settings, so tests use another name.
+BOOKS = "experiment=books"
+OF_TESTS = ["experiment=books_of_tests", "max_steps=20", "val_every=20"]
 # Overrides with which a run on one device needs no separate process.
 INLINE = ["launch.inline=true", "trainer.accelerator=cpu", "trainer.devices=1"]
 
@@ -45,17 +49,18 @@ def write_tutorial_files(folder: Path) -> None:
     tutorial = (ROOT / "docs/tutorial.md").read_text("utf-8")
     (books,) = re.findall(r"^python3 (-c .+)$", tutorial, flags=re.MULTILINE)
     subprocess.run([sys.executable, *shlex.split(books)], cwd=folder, check=True)
-    ((name, settings),) = EXPERIMENT.findall(tutorial)
-    (folder / name).parent.mkdir(parents=True)
-    (folder / name).write_text(settings, encoding="utf-8")
+    (settings,) = EXPERIMENT.findall(tutorial)
+    path = folder / "configs/experiment/books_of_tests.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(settings, encoding="utf-8")
 
 
-def words_for_tutorial_files(folder: Path, words: list[str]) -> list[str]:
-    """Return more words for a command that trains with the tutorial's experiment."""
-    chosen = [short for word, short in SHORT.items() if word in words]
-    if not chosen:
-        return []
-    return [f"--config-dir={folder / 'configs'}", *chosen[0]]
+def with_tutorial_files(folder: Path, words: list[str]) -> list[str]:
+    """Return words that use the tutorial's experiment in the folder, if they name it."""
+    if BOOKS not in words:
+        return words
+    others = [word for word in words if word != BOOKS]
+    return [*others, *OF_TESTS, f"--config-dir={folder / 'configs'}"]
 
 
 class Story:
@@ -89,7 +94,7 @@ class Story:
             return words
         goes_on = "resume=auto" in words
         words += [] if goes_on else [f"data.root={self.command.data_root}"]
-        words += words_for_tutorial_files(self.command.folder, words)
+        words = with_tutorial_files(self.command.folder, words)
         if not inline or words[0] == "prepare":
             return words
         own = any(word.startswith(("logger", "hydra/", "resume=auto")) for word in words)
@@ -102,13 +107,12 @@ class Story:
 
 @pytest.fixture
 def tutorial_words() -> Callable[[Path, list[str]], list[str]]:
-    """Write the tutorial's files into a folder; return the words that a command needs there."""
+    """Write the tutorial's files into a folder; return a command's words, changed to use them."""
 
     def write(folder: Path, words: list[str]) -> list[str]:
-        more = words_for_tutorial_files(folder, words)
-        if more:
+        if BOOKS in words:
             write_tutorial_files(folder)
-        return more
+        return with_tutorial_files(folder, words)
 
     return write
 

@@ -121,7 +121,7 @@ def test_command_for_other_machines_composes_and_its_batch_divides(
     line, capsys, tmp_path, tutorial_words
 ):
     words, launched = rank_words(line)
-    words += tutorial_words(tmp_path, words)
+    words = tutorial_words(tmp_path, words)
     assert cli.main([*words, "--cfg", "job"]) == 0
     config = from_container(yaml.safe_load(capsys.readouterr().out))
     devices = launched or config.trainer["devices"]
@@ -132,8 +132,8 @@ def test_command_for_other_machines_composes_and_its_batch_divides(
 
 @pytest.mark.parametrize("line", LAUNCHED)
 def test_launcher_is_joined(command, line, python_of_forks, tutorial_words):
-    words = shlex.split(line)[1:]
-    words += [f"data.root={command.data_root}", *tutorial_words(command.folder, words)]
+    words = tutorial_words(command.folder, shlex.split(line)[1:])
+    words += [f"data.root={command.data_root}"]
     words += ["callbacks.sample.length=9", "logger=none"]  # a long sample takes much of the time
     status, out, err = command.run_words([python_of_forks, "-m", "torch.distributed.run", *words])
     assert (status, len(re.findall(r"^step (\d+)/\1  val_loss", out, re.MULTILINE))) == (0, 1), err

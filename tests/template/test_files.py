@@ -347,6 +347,6 @@ def test_exactly_the_files_with_a_shebang_are_executable(baked, tree):
 
 def test_a_project_without_extras_has_a_short_readme_and_few_dependencies(baked):
     project = baked(extras="none")
-    assert (project / "README.md").read_text("utf-8").count("\n") <= 220
+    assert (project / "README.md").read_text("utf-8").count("\n") <= 170
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
     assert len(about["dependencies"]) <= 13

@@ -143,7 +143,7 @@ def test_the_readme_s_tree_shows_every_folder_of_the_package_and_existing_files(
     package = package_of(repository)
     shown = set()
     for line in lines:
-        indented, name, meaning = re.findall(r"^( *)(\S+/) +(.+)$", line)[0]
+        indented, name, meaning = re.findall(r"^( *)(\S+/),? *(.*)$", line)[0]
         folder = package / name if indented else repository / name
         if not line.startswith("data/"):  # made by runs
             assert folder.is_dir(), name
