@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,35 @@ for words in json.loads(sys.argv[1]):
         told.append((status, file.read().decode()))
 os.write(screen, json.dumps(told).encode())
 """
+# The tutorial's own experiment.
+EXPERIMENT = re.compile(
+    r"`configs/experiment/books\.yaml`:\n\n```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+# It trains for a minute, of which a few steps show all that tests check. You may have a file of its
+# name with other settings, so tests use another name.
+BOOKS = "experiment=books"
+OF_TESTS = ["experiment=books_of_tests", "max_steps=20", "val_every=20"]
 # Overrides with which a run on one device needs no separate process.
 INLINE = ["launch.inline=true", "trainer.accelerator=cpu", "trainer.devices=1"]
+
+
+def write_tutorial_files(folder: Path) -> None:
+    """Write the text and the experiment that the tutorial makes, as its reader would."""
+    tutorial = (ROOT / "docs/tutorial.md").read_text("utf-8")
+    (books,) = re.findall(r"^python3 (-c .+)$", tutorial, flags=re.MULTILINE)
+    subprocess.run([sys.executable, *shlex.split(books)], cwd=folder, check=True)
+    (settings,) = EXPERIMENT.findall(tutorial)
+    path = folder / "configs/experiment/books_of_tests.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(settings, encoding="utf-8")
+
+
+def with_tutorial_files(folder: Path, words: list[str]) -> list[str]:
+    """Return words that use the tutorial's experiment in the folder, if they name it."""
+    if BOOKS not in words:
+        return words
+    others = [word for word in words if word != BOOKS]
+    return [*others, *OF_TESTS, f"--config-dir={folder / 'configs'}"]
 
 
 class Story:
@@ -41,9 +69,8 @@ class Story:
     def __init__(self, command, finished, python: str, cold: list[str]) -> None:
         self.command, self.python, self.cold = command, python, cold
         shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
-        tutorial = (ROOT / "docs/tutorial.md").read_text("utf-8")
-        (books,) = re.findall(r"^python3 (-c .+)$", tutorial, flags=re.MULTILINE)
-        subprocess.run([sys.executable, *shlex.split(books)], cwd=command.folder, check=True)
+        write_tutorial_files(command.folder)
+        shutil.copytree(command.folder / "data/books", command.folder / "books")  # of other pages
         text = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
         lines = [json.dumps({"body": line}) for line in text.splitlines()[:400] if line]
         (command.folder / "notes.jsonl").write_text("\n".join(lines))
@@ -67,6 +94,7 @@ class Story:
             return words
         goes_on = "resume=auto" in words
         words += [] if goes_on else [f"data.root={self.command.data_root}"]
+        words = with_tutorial_files(self.command.folder, words)
         if not inline or words[0] == "prepare":
             return words
         own = any(word.startswith(("logger", "hydra/", "resume=auto")) for word in words)
@@ -75,6 +103,18 @@ class Story:
         words += [] if shown or goes_on else ["callbacks.sample.length=9"]
         alone = not any(word.startswith("trainer.devices=") for word in words)
         return [*words, *(INLINE if alone else self.cold)]
+
+
+@pytest.fixture
+def tutorial_words() -> Callable[[Path, list[str]], list[str]]:
+    """Write the tutorial's files into a folder; return a command's words, changed to use them."""
+
+    def write(folder: Path, words: list[str]) -> list[str]:
+        if BOOKS in words:
+            write_tutorial_files(folder)
+        return with_tutorial_files(folder, words)
+
+    return write
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from lockstep_gpt.launch.other_names import NAMES, our_name
 FILE = Path(__file__).parents[2] / "docs/coming_from.md"
 PAGE = FILE.read_text(encoding="utf-8") if FILE.is_file() else ""
 TRAINERS = ", ".join(sorted(yaml_files("trainer")))
-ROWS = re.findall(r"^\| (`.+?) \| (.+) \|$", PAGE, flags=re.MULTILINE)
+SETTINGS = PAGE.partition("\n## PyTorch's DDP tutorials\n")[0]  # then, lines of code follow
+ROWS = re.findall(r"^\| (`.+?) \| (.+) \|$", SETTINGS, flags=re.MULTILINE)
 
 
 def settings_of(groups_and_top):

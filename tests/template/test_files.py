@@ -74,7 +74,6 @@ AT_THE_ROOT = {
     "docs/README.md",
     "docs/architecture.svg",
     "docs/coming_from.md",
-    "docs/coming_from_tutorials.md",
     "docs/devices.md",
     "docs/extend.md",
     "docs/extras.md",
@@ -343,6 +342,6 @@ def test_exactly_the_files_with_a_shebang_are_executable(baked, tree):
 
 def test_a_project_without_extras_has_a_short_readme_and_few_dependencies(baked):
     project = baked(extras="none")
-    assert (project / "README.md").read_text("utf-8").count("\n") <= 220
+    assert (project / "README.md").read_text("utf-8").count("\n") <= 170
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
     assert len(about["dependencies"]) <= 13

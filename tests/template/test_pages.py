@@ -107,8 +107,8 @@ def test_the_house_explains_exactly_the_kinds_of_hooks(repository):
     assert sorted(explained) == sorted(kinds)
 
 
-def test_the_page_for_readers_of_tutorials_names_existing_files_and_settings(repository):
-    page = (repository / "docs/coming_from_tutorials.md").read_text("utf-8")
+def test_the_table_for_readers_of_tutorials_names_existing_files_and_settings(repository):
+    page = (repository / "docs/coming_from.md").read_text("utf-8")
     (package,) = (path.parent for path in repository.glob("src/*/config.py"))
     rows = re.findall(r"^\| (`.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     assert len(rows) > 20
@@ -131,8 +131,42 @@ def test_the_rules_for_colleagues_are_short_and_name_what_exists(repository):
 
 
 def test_the_readme_is_short_enough_to_be_read(repository):
-    lines = (repository / "README.md").read_text("utf-8").splitlines()
-    assert len([line for line in lines if not line.startswith("<!--")]) <= 250
+    assert len((repository / "README.md").read_text("utf-8").splitlines()) <= 200
+
+
+def test_the_readme_s_tree_shows_every_folder_of_the_package_and_existing_files(repository):
+    readme = (repository / "README.md").read_text("utf-8")
+    (tree,) = re.findall(r"^```text\n(configs/.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    lines = tree.splitlines()
+    assert 10 < len(lines) <= 16
+    assert [line for line in lines if len(line) > 100] == []
+    package = package_of(repository)
+    shown = set()
+    for line in lines:
+        indented, name, meaning = re.findall(r"^( *)(\S+/),? *(.*)$", line)[0]
+        folder = package / name if indented else repository / name
+        if not line.startswith("data/"):  # made by runs
+            assert folder.is_dir(), name
+            files = re.findall(r"[(, ]([\w/]+\.py|\w+/)(?=[),.])", meaning)
+            assert [file for file in files if not (folder / file).exists()] == [], line
+        if indented:
+            shown.add(name.rstrip("/"))
+    assert shown == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_the_comparison_has_a_link_and_all_cells_for_every_project(template):
+    readme = (template / "README.md").read_text("utf-8")
+    (table,) = re.findall(r"^\| \| made for .+\n\|[-|]+\n((?:\|.+\n)+)", readme, re.MULTILINE)
+    header = re.findall(r"^\| \| made for .+$", readme, re.MULTILINE)[0]
+    ours, *others = table.splitlines()
+    assert len(others) > 6
+    for row in (ours, *others):
+        assert row.count("|") == header.count("|"), row
+    for row in others:
+        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert re.fullmatch(r"\[.+\]\(https://github\.com/\S+\)", name), row
+        assert all(cells), row
+    assert re.search(r"We read these facts in \w+ 20\d\d", readme)
 
 
 def test_pages_are_few_and_short_enough_to_be_read(template, baked):
