@@ -77,7 +77,7 @@ def test_only_new_documents_are_tokenized(kind, documents, tmp_path, tokenized, 
     assert set(re.findall(rb"\d", b"".join(tokenized))) == {b"0", b"4"}  # in front of each line
     assert before != after
     assert content(before) == expected
-    assert f"documents are those of {before}" in caplog.text
+    assert f"of the documents are those of {before}" in caplog.text
     assert content(after) == content(prepare(settings(tmp_path, root="fresh", **changes)))
 
 

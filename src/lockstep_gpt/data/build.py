@@ -92,8 +92,9 @@ def _write(recipe: Recipe, folder: Path) -> None:
             raise UserError(f"data={kind} contains no text; choose a corpus that does")
         shutil.rmtree(folder / KNOWN, ignore_errors=True)
         if known:
-            done = sum(writer.documents for writer in writers.values())
-            logger.info("%s of %s documents are those of %s", f"{known:,}", f"{done:,}", earlier)
+            # A share, because a document is counted in each split that has a part of it.
+            share = known / sum(writer.documents for writer in writers.values())
+            logger.info("%s of the documents are those of %s", f"{share:.1%}", earlier)
         refuse_empty_splits(recipe, writers)
         _save(folder, index, writers, hashes)
 
