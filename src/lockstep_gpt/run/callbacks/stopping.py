@@ -63,7 +63,7 @@ class StopVote:
         return stop, keep == KEEP
 
     def cast(self, signum: int, ballot: int = NOTHING) -> None:
-        """Vote to stop by signal `signum`, or 0 to continue; all ranks know the result a step later.
+        """Vote to stop by signal `signum`, or 0 to continue; ranks know the result a step later.
 
         Args:
             signum: on which this rank wants to stop.
