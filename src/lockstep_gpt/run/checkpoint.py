@@ -66,6 +66,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(named, key=step_of)
 
 
+def refuse_misplaced(folder: Path) -> None:
+    """Raise a `UserError` if something is in the place of a folder of checkpoints."""
+    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
+        raise UserError(f"{folder} {absence_of(folder)}; mount or restore the folder")
+
+
 def absence_of(folder: Path) -> str:
     """Return why `folder` has no checkpoints, as the end of a sentence about it."""
     if folder.is_dir():

@@ -167,8 +167,7 @@ def _newest_of_run(
 ) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
-    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
-        raise UserError(f"{folder} {files.absence_of(folder)}; mount or restore the folder")
+    files.refuse_misplaced(folder)
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
