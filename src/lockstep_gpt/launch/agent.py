@@ -159,7 +159,7 @@ class RankAgent(LocalElasticAgent):
         has_store = bool(rendezvous.get("is_host"))
         stops_all = has_store or not config.launch.min_nodes  # without it, others can go on
         self._shared_stop = SharedStop(
-            self._worker_group, first_signal, stops_all=stops_all, has_store=has_store
+            self.get_worker_group(), first_signal, stops_all=stops_all, has_store=has_store
         )
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep_gpt.damaged_files import readable
+from lockstep_gpt.damaged_files import readable, refuse_misplaced
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import checkpoints_in, refuse_misplaced
+from lockstep_gpt.run.checkpoint import checkpoints_in
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import state_left
 
