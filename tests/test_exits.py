@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.exits import Ending, Exit, after_signal
+from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings
 
 CAUSES = {
     -9: "was killed by SIGKILL",
@@ -36,3 +36,11 @@ def test_only_a_mistake_and_a_stop_are_the_choice_of_a_rank():
 
 def test_errors_have_the_documented_statuses():
     assert (Exit.DONE, RunError.status, UserError.status) == (0, 1, 2)
+
+
+def test_of_ranks_that_ended_the_culprits_are_named():
+    lost, killed, other = Ending(75), Ending(-9), Ending(255)
+    assert describe_endings({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
+    assert describe_endings({0: lost, 1: other}) == "rank 1 ended with status 255"
+    assert describe_endings({0: lost, 1: Ending(0)}) == "rank 1 ended with status 0"
+    assert describe_endings({0: lost, 1: lost}) == "rank 0 lost its peers, rank 1 lost its peers"

@@ -118,6 +118,27 @@ def test_a_command_that_was_killed_continues_from_memory_on_another_number_of_ra
     assert folders(command) == []
 
 
+@pytest.mark.parametrize("cause", ["is not a folder", "is a link to /nowhere, which is missing"])
+def test_a_folder_that_cannot_take_checkpoints_is_refused_and_memory_stays(train, command, cause):
+    """Its next save would fail, and the state in memory would be lost, too."""
+    train("14:1:kill", words=["checkpoint.every=5", "launch.max_restarts=0"], status=1)
+    folder = command.folder / "run/checkpoints"
+    saved = folder.rename(command.folder / "saved")
+    if "link" in cause:
+        folder.symlink_to("/nowhere")
+    else:
+        folder.touch()
+    resume = ["train", "run_dir=run", "resume=auto", "trainer.devices=1"]
+    place = {"PYTHONPATH": str(command.folder)}
+    refused = command(*resume, status=2, **place).stderr
+    assert f"run/checkpoints {cause}; mount or restore the folder; step 12 stays in this" in refused
+    assert refused.count("\n") == 1
+    assert len(folders(command)) == 1
+    folder.unlink()
+    saved.rename(folder)
+    assert "continues from step 12, kept in memory" in output(command(*resume, **place))
+
+
 def test_a_newer_checkpoint_comes_before_memory(train):
     printed = train("14:0:kill", words=["checkpoint.memory=6", "checkpoint.every=13"])
     assert "kept in memory" not in printed

@@ -1,10 +1,24 @@
 """Two machines, rehearsed on one: two commands that meet at its loopback address."""
 
+import re
+import signal
 import socket
+import time
 
+import pytest
 import torch
 
+from lockstep_gpt.run.checkpoint import newest_verified
+from lockstep_gpt.stop_signals import REPEAT_SECONDS
+
 LIMIT = 240  # seconds
+HANGING = """
+import os, time, lightning
+class Hanging(lightning.Callback):
+    def on_train_batch_start(self, *_):
+        while os.path.exists("hang"):
+            time.sleep(0.1)
+"""
 
 
 def free_port():
@@ -13,12 +27,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_both(command, run, *overrides):
+def start_both(command, run, *overrides, **environment):
     """Start the commands of both machines; return their processes."""
     machines = ["trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2", f"run_dir={run}"]
     machines += [f"launch.rdzv_endpoint=localhost:{free_port()}", *overrides]
     words = command.smoke(*machines)
-    return [command.start(*words, f"launch.node_rank={node}") for node in (0, 1)]
+    ranks = [f"launch.node_rank={node}" for node in (0, 1)]
+    return [command.start(*words, rank, **environment) for rank in ranks]
 
 
 def ended(processes):
@@ -43,3 +58,49 @@ def test_a_machine_that_does_not_come_is_explained(command):
     status, out, err = command.run(*words)
     assert status != 0
     assert "this address is for commands on one machine" in out + err
+
+
+LONG = ("max_steps=100000", "val_every=100000", "checkpoint.every=20", "launch.join_seconds=100")
+GRACE = 5  # seconds
+STOP_SECONDS = 15  # a machine that waits for one that is gone would take `launch.join_seconds`
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_ctrl_c_on_one_machine_ends_both_after_a_save(command, wait_for_checkpoint, node):
+    run = command.folder / "run"
+    machines = start_both(command, "run", *LONG)
+    wait_for_checkpoint(run)
+    machines[node].send_signal(signal.SIGINT)
+    started = time.monotonic()
+    statuses, outputs = ended(machines)
+    assert time.monotonic() - started < STOP_SECONDS
+    assert statuses == [130, 130], outputs
+    assert command.summary("run")["saved"]
+    newest = max((run / "checkpoints").glob("*.ckpt"))
+    assert newest_verified(run / "checkpoints").path == newest
+    step = torch.load(newest)["global_step"]
+    for number, (out, err) in enumerate(outputs):
+        (last,) = re.findall(r"^stopped by .+", out + err, flags=re.MULTILINE)
+        assert f"; step {step} is saved; to continue on all machines" in last
+        assert last.endswith(" launch.node_rank=1") == (number == 1)
+        assert "restarting" not in out + err
+
+
+def test_a_second_ctrl_c_on_one_machine_ends_the_other_too(command, wait_for_checkpoint):
+    (command.folder / "hanging.py").write_text(HANGING)
+    hang = "+callbacks.hanging._target_=hanging.Hanging"
+    words = (*LONG, hang, f"launch.grace_seconds={GRACE}")  # the other's rank hangs, too
+    machines = start_both(command, "run", *words, PYTHONPATH=str(command.folder))
+    wait_for_checkpoint(command.folder / "run")
+    (command.folder / "hang").touch()
+    for _ in range(2):
+        time.sleep(2 * REPEAT_SECONDS)
+        machines[1].send_signal(signal.SIGINT)
+    started = time.monotonic()
+    statuses, outputs = ended(machines)
+    assert time.monotonic() - started < STOP_SECONDS + GRACE
+    assert statuses == [130, 130], outputs
+    for out, err in outputs:
+        assert re.search(
+            r"stopped by SIGINT .*before all ranks saved; step \d+ is saved", out + err
+        )

@@ -17,7 +17,7 @@ from lockstep_gpt.errors import (
     refusing_long_names,
 )
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.processes import end_process
+from lockstep_gpt.processes import end_process, print_error, refuse_as_program
 from lockstep_gpt.registry import COMMANDS as KIND
 from lockstep_gpt.registry import Command, additions, resolved
 from lockstep_gpt.stop_signals import Interrupted
@@ -60,7 +60,7 @@ def _run_command(words: list[str]) -> int:
                 return int(resolved(COMMANDS[name].target)(words[1:]))
         return _run_without_command(name)
     except (UserError, RunError) as error:
-        print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
+        print_error(f"{PROGRAM} {name}: {error}")
         return error.status
     except ReportedError as error:
         return error.status
@@ -132,3 +132,7 @@ def complete(arguments: list[str]) -> int:
         return 0
     os.environ["COMP_LINE"] = " ".join([program, *overrides])
     return main([name, "-sc", *arguments])
+
+
+if __name__ == "__main__":
+    refuse_as_program(__file__)

@@ -87,12 +87,16 @@ class Config(Checked):
         super().__post_init__()
         self.callbacks = {name: node for name, node in self.callbacks.items() if node is not None}
         self.logger = {name: node for name, node in self.logger.items() if node is not None}
+        for group in ("callbacks", "logger"):
+            for name, node in getattr(self, group).items():
+                _refuse_without_class(f"{group}.{name}", node)
         if (self.max_steps is None) == (self.max_tokens is None):
             tokens = as_typed(self.max_tokens)
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
-        is_switch = self.resume in ("True", "False")  # what becomes of true and false
+        # What becomes of true and false, and of an empty value, as of an unset shell variable.
+        is_path = self.resume not in ("True", "False", "")
         rule = "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto"
-        check("resume", self.resume.lower(), not is_switch, rule)
+        check("resume", self.resume.lower(), is_path, rule)
         check_trainer(self.trainer)
         check_strategy(self.strategy)
 
@@ -101,6 +105,17 @@ class Config(Checked):
         """How many ranks split each matrix, and so have the same samples; 1: none does."""
         size: int = self.strategy.get("tensor_parallel", 1)
         return size
+
+
+def _refuse_without_class(path: str, node: Any) -> None:
+    """Raise a `UserError` if a callback or a logger is a value, or names no class."""
+    if isinstance(node, dict) and "_target_" in node:
+        return
+    group, _, name = path.partition(".")
+    raise UserError(
+        f"{path}={as_typed(node)} has no _target_, which names its class; to set {name} of one "
+        f"that is chosen, write {group}.CHOICE.{name}, else set {path}._target_"
+    )
 
 
 GROUPS: dict[str, type[Checked]] = {

@@ -58,3 +58,20 @@ def read_informative_text(path: Path) -> str:
     except OSError as error:
         logger.warning("%s cannot be read (%s); ignored", path, error.strerror)
         return ""
+
+
+def refuse_misplaced(folder: Path) -> None:
+    """Raise a `UserError` if something is in the place of a folder of checkpoints."""
+    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
+        raise UserError(f"{folder} {absence_of(folder)}; mount or restore the folder")
+
+
+def absence_of(folder: Path) -> str:
+    """Return why `folder` has no checkpoints, as the end of a sentence about it."""
+    if folder.is_dir():
+        return "has no checkpoint"
+    if folder.exists():
+        return "is not a folder"
+    if folder.is_symlink():
+        return f"is a link to {folder.readlink()}, which is missing"
+    return "is missing"

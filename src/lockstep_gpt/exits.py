@@ -63,3 +63,11 @@ class Ending:
         if self.stopped_by:
             return f"was stopped by {SIGNALS[self.stopped_by]}"
         return f"ended with status {self.code}"
+
+
+def describe_endings(ended: dict[int, Ending]) -> str:
+    """Return how ranks ended, by rank; if some were killed, only those, else who left first."""
+    killed = {rank: ending for rank, ending in ended.items() if ending.killed_by}
+    first = {rank: ending for rank, ending in ended.items() if not ending.lost_peers}
+    named = killed or first or ended
+    return ", ".join(f"rank {rank} {ending}" for rank, ending in named.items())

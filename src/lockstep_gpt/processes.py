@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import select
 import shutil
@@ -42,6 +43,25 @@ def tool(name: str) -> str:
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     return str(path)
+
+
+def refuse_as_program(file: str) -> NoReturn:
+    """Exit with status 2: somebody ran a `file` of the package by its path."""
+    print(f"{file} is not a program; run: {invocation()} train", file=sys.stderr)
+    sys.exit(Exit.MISTAKE)
+
+
+def print_error(line: str) -> None:
+    """Print the line of a failed command, also for torchrun, if it has started this process.
+
+    torchrun prints fifty lines of its own after it; the last of these then repeat it as the cause.
+    """
+    print(line, file=sys.stderr)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
 
 
 def import_all(modules: list[str]) -> None:

@@ -16,6 +16,8 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
+from lockstep_gpt.launch.first_signal import FirstSignal
+from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.run.callbacks.guards import stall_limit
 from lockstep_gpt.run.run_settings import GuardConfig
 
@@ -127,6 +129,8 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     context = SimpleNamespace(close=lambda *given: closed.append(given))
     agent = RankAgent.__new__(RankAgent)
     agent._pcontext, agent._shutdown_timeout = context, 60
+    alone = SimpleNamespace(group_world_size=1)
+    agent._shared_stop = SharedStop(alone, FirstSignal(), stops_all=True, has_store=True)
     agent._stop_workers(None)
     assert closed == [(signal.SIGTERM, FAILURE_GRACE)]
     assert FAILURE_GRACE <= 5

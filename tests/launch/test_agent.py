@@ -8,17 +8,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep_gpt.exits import Ending
-from lockstep_gpt.launch.agent import RankAgent, describe_endings
+from lockstep_gpt.launch.agent import RankAgent
 from lockstep_gpt.launch.first_signal import FirstSignal
-
-
-def test_of_ranks_that_ended_the_culprits_are_named():
-    lost, killed, other = Ending(75), Ending(-9), Ending(255)
-    assert describe_endings({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
-    assert describe_endings({0: lost, 1: other}) == "rank 1 ended with status 255"
-    assert describe_endings({0: lost, 1: Ending(0)}) == "rank 1 ended with status 0"
-    assert describe_endings({0: lost, 1: lost}) == "rank 0 lost its peers, rank 1 lost its peers"
+from lockstep_gpt.launch.shared_stop import SharedStop
 
 
 def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):
@@ -45,5 +37,7 @@ def watching_agent(live_ranks):
     agent = RankAgent.__new__(RankAgent)
     agent._failed_ranks = lambda _: {}
     agent._first_signal = FirstSignal()
+    alone = SimpleNamespace(group_world_size=1)
+    agent._shared_stop = SharedStop(alone, agent._first_signal, stops_all=True, has_store=True)
     agent.live_ranks = lambda: live_ranks
     return agent

@@ -25,9 +25,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Ending, Exit, after_signal
+from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings
 from lockstep_gpt.launch import machines, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
+from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
@@ -155,6 +156,11 @@ class RankAgent(LocalElasticAgent):
         self._run = run
         self._config = config
         self._first_signal = first_signal
+        has_store = bool(rendezvous.get("is_host"))
+        stops_all = has_store or not config.launch.min_nodes  # without it, others can go on
+        self._shared_stop = SharedStop(
+            self.get_worker_group(), first_signal, stops_all=stops_all, has_store=has_store
+        )
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
         self._aborted = False  # the previous attempt ended by SIGABRT alone
@@ -165,7 +171,10 @@ class RankAgent(LocalElasticAgent):
         try:
             return self.status(self.run(), node_rank)
         except SignalException as stop:
-            return self._status_after(stop.sigval, node_rank)
+            self._shared_stop.leave()
+            status = self._status_after(stop.sigval, node_rank)
+            self._shared_stop.report(self._run, status, node_rank)
+            return status
 
     def _status_after(self, signum: signal.Signals, node_rank: int) -> int:
         """Return the exit status after a signal: 0 if the ranks were about to end anyway."""
@@ -193,6 +202,7 @@ class RankAgent(LocalElasticAgent):
         self._first_signal.raise_received()  # if a library has swallowed the exception
         self.last_check = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
+        self._shared_stop.follow(at_once=bool(self._ended))
         if self._ended:
             restartable = self._is_restartable()
             self._end_others(restartable)
@@ -252,6 +262,7 @@ class RankAgent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = FAILURE_GRACE
     ) -> None:
+        self._shared_stop.announce()
         if self._pcontext:
             self._pcontext.close(death_sig, timeout)
 
@@ -286,11 +297,3 @@ class RankAgent(LocalElasticAgent):
         if status == Exit.FAILED:
             return Exit.REPORTED
         return status
-
-
-def describe_endings(ended: dict[int, Ending]) -> str:
-    """Return how ranks ended, by rank; if some were killed, only those, else who left first."""
-    killed = {rank: ending for rank, ending in ended.items() if ending.killed_by}
-    first = {rank: ending for rank, ending in ended.items() if not ending.lost_peers}
-    named = killed or first or ended
-    return ", ".join(f"rank {rank} {ending}" for rank, ending in named.items())

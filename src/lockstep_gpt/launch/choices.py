@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.config import OPEN_GROUPS, Config, groups
 from lockstep_gpt.config_files import config_folders, yaml_files
@@ -77,8 +77,25 @@ def suggested_setting(path: str) -> str:
     parent, dot, name = path.rpartition(".")
     known = [setting for settings in settings_below(parent).values() for setting in settings]
     near = suggestion(name, known, parent + dot)
-    if near or parent:
-        return near
+    if near or parent in (*OPEN_GROUPS, ""):
+        return near or _nested_suggestion(parent, name)
+    return ""
+
+
+def _settings_of(node: Any) -> list[str]:
+    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+
+
+def _nested_suggestion(parent: str, name: str) -> str:
+    """Suggest a setting that has the name, below a group or below a choice of `parent`."""
+    if parent:
+        configs = [OmegaConf.load(file) for file in yaml_files(parent).values()]
+        nodes = {str(key): node for config in configs for key, node in config.items()}
+        having = [key for key in sorted(nodes) if name in _settings_of(nodes[key])]
+        if not having:
+            return ""
+        return f"; did you mean {' or '.join(f'{parent}.{key}.{name}' for key in having)}?"
+    known = [setting for settings in settings_below("").values() for setting in settings]
     for group in known:
         if any(name in settings for settings in settings_below(group).values()):
             return f"; did you mean {group}.{name}?"

@@ -14,6 +14,7 @@ from lockstep_gpt.config import LEVELS
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.launch import compose, launcher, resolving, resume, start, supervise
 from lockstep_gpt.launch.arguments import MULTIRUN
+from lockstep_gpt.processes import print_error
 
 
 @contextlib.contextmanager
@@ -105,7 +106,7 @@ def _run_jobs(
             with refusing_long_names():
                 status, metric = job(composed)
         except (UserError, RunError) as error:
-            print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
+            print_error(f"{PROGRAM} {command}: {error}")
             status = error.status
             metric = math.nan
         if status and resolving.runs_elsewhere():  # only an exception comes back from there

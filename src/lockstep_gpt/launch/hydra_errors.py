@@ -13,10 +13,13 @@ from lockstep_gpt.config import OPEN_GROUPS
 from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices, quoting
-from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS, owned_key_line
+from lockstep_gpt.training.trainer_settings import door_of, owned_key_line
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+# Groups with any number of members -> the package that has Lightning's.
+CLASSES = {"callbacks": "lightning.pytorch.callbacks", "logger": "lightning.pytorch.loggers"}
 UNKNOWN = "..."  # instead of a value that the error doesn't contain
+PRIMARY_RULE = "this names a file that replaces configs/train.yaml; for a recipe, set experiment="
 NOISE = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
 
 
@@ -52,9 +55,9 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     value = typed.get(path, UNKNOWN) if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
 
-    choice = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
-    if choice and choice[1] in choices.group_names():
-        return _unknown_choice(choice[1], choice[2], text)
+    missing_file = _missing_file(text)
+    if missing_file:
+        return missing_file
 
     if path and re.search("not in|Could not override|Could not append", text):
         name = path
@@ -82,6 +85,17 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     return f"{path}={value}: {text}"
 
 
+def _missing_file(text: str) -> str | None:
+    """Return the line of an error about a YAML file that isn't there; None for another error."""
+    primary = re.search(r"Cannot find primary config '(.+?)'", text)
+    if primary:
+        return f"--config-name={primary[1]}: {PRIMARY_RULE}{primary[1]}"
+    choice = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
+    if choice and choice[1] in choices.group_names():
+        return _unknown_choice(choice[1], choice[2], text)
+    return None
+
+
 def _setting_at_fault(error: Exception, cause: Exception) -> str | None:
     """Return the setting that an error is about; None or empty if it doesn't say."""
     override = re.search(r"Could not override '[+~]*([^']+)'", str(error))
@@ -102,14 +116,17 @@ def _unknown_choice(group: str, choice: str, text: str) -> str:
     available = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
     names = available[1].split() if available else sorted(yaml_files(group))
     near = choices.suggestion(choice, names)
+    if not near and group in CLASSES:
+        near = f"; for a class of Lightning's, write +{group}.NAME._target_={CLASSES[group]}.CLASS"
     return f"{group}={choice} is not one of {', '.join(names)}{near}"
 
 
 def _unknown_setting(path: str, value: str) -> str:
     """Return that there is no such setting, and the remedy that fits best."""
     parent, _, name = path.rpartition(".")
-    if parent == "trainer" and name in OWNED_TRAINER_KEYS:
-        return owned_key_line(name, value, OWNED_TRAINER_KEYS[name])
+    door = door_of(name) if parent == "trainer" else None
+    if door is not None:
+        return owned_key_line(name, value, door)
 
     if path in choices.GONE_SETTINGS:
         return f"{path} is gone; {choices.GONE_SETTINGS[path]}"

@@ -40,6 +40,11 @@ def unparsed_line(word: str) -> str:
     """Return that Hydra can't parse NAME=VALUE, and how to quote the value as text."""
     if "=" not in word:
         return f"{_on_one_line(word)} has no value; write NAME=VALUE, without spaces"
+    name, _, value = word.partition("=")
+    if name in PATHS and value.startswith("~/"):
+        return f"{word}: shells replace ~ only before a word; write {name}=$HOME{value[1:]}"
+    if value.endswith(","):
+        return f"{word} ends with a comma; write values without spaces, as in {name}=A,B"
     quoted = quote_value(word)
     try:
         OverridesParser.create().parse_override(quoted)

@@ -49,6 +49,8 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     status = _status_of(ending, received.first, is_unfinished)
     if node_rank == 0:
         report_unsaved(run, status, summary_before)
+    elif ending.killed_by and Ending(status).stopped_by:  # else the agent has printed the line
+        _show_unsaved_stop(run, status, node_rank)
     if status == Exit.FAILED and ending.code != Exit.REPORTED:
         last_line.show(run, _cause_of(ending, is_unfinished), node_rank)
     release_memory(run, status)
@@ -92,8 +94,13 @@ def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any
     with contextlib.suppress(OSError):  # a full disk, already reported
         run.write_summary({**summary, "status": outcome, "saved": False})
     if is_unsaved_stop:
-        hint = last_line.way_on(run)
-        logging.warning("stopped by %s before all ranks saved; %s", SIGNALS[stopped_by], hint)
+        _show_unsaved_stop(run, status)
+
+
+def _show_unsaved_stop(run: RunDirectory, status: int, node_rank: int = 0) -> None:
+    name = SIGNALS[Ending(status).stopped_by]
+    hint = last_line.way_on(run, node_rank)
+    logging.warning("stopped by %s before all ranks saved; %s", name, hint)
 
 
 def _start_agent(run: RunDirectory, node_rank: int) -> Any:

@@ -1,12 +1,16 @@
 """Refuses a resume that would fail later, because a file of the run can't be read or written."""
 
+import contextlib
 import errno
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep_gpt.damaged_files import readable
+from lockstep_gpt.damaged_files import readable, refuse_misplaced
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.checkpoint import checkpoints_in
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory.ending import state_left
 
 
 def refuse_unusable(run: RunDirectory) -> None:
@@ -20,6 +24,26 @@ def refuse_unusable(run: RunDirectory) -> None:
     if run.log.exists():
         with run.writing(UserError):
             _refuse_unwritable(run.log)
+    with _naming_memory(run):
+        refuse_misplaced(run.checkpoints)
+        checkpoints_in(run.checkpoints)  # may be unreadable
+
+
+@contextlib.contextmanager
+def _naming_memory(run: RunDirectory) -> Iterator[None]:
+    """Also say in a refusal that the run's newest state is safe.
+
+    Memory has all that a resume needs. But a run that can't save would fail at its next save, and
+    then lose that state, too; here, a person can mend the folder first.
+    """
+    try:
+        yield
+    except UserError as error:
+        kept = state_left(run)
+        if kept is None:
+            raise
+        step = f"step {kept.step} stays in this machine's memory"
+        raise UserError(f"{error}; {step}, and the same command continues from it") from None
 
 
 def _refuse_unwritable(path: Path) -> None:
@@ -31,8 +55,12 @@ def _refuse_unwritable(path: Path) -> None:
 
 def refuse_unwritable_checkpoints(run: RunDirectory) -> None:
     """Raise a `UserError` if checkpoints could not be saved, before training for hours."""
-    folder = run.checkpoints
-    if not folder.is_dir():  # a file in its place is refused where checkpoints are looked for
+    with _naming_memory(run):
+        _refuse_unwritable_folder(run.checkpoints)
+
+
+def _refuse_unwritable_folder(folder: Path) -> None:
+    if not folder.is_dir():  # the first save makes it
         return
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-"):

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.damaged_files import readable
+from lockstep_gpt.damaged_files import absence_of, readable
 from lockstep_gpt.errors import RunError, UserError, remedy_of_limit
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED,
@@ -64,17 +64,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
             return []
         named = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     return sorted(named, key=step_of)
-
-
-def absence_of(folder: Path) -> str:
-    """Return why `folder` has no checkpoints, as the end of a sentence about it."""
-    if folder.is_dir():
-        return "has no checkpoint"
-    if folder.exists():
-        return "is not a folder"
-    if folder.is_symlink():
-        return f"is a link to {folder.readlink()}, which is missing"
-    return "is missing"
 
 
 def write_checkpoint(

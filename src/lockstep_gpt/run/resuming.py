@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.damaged_files import absence_of, refuse_misplaced
 from lockstep_gpt.distributed.ranks import (
     Ranks,
     from_each_rank,
@@ -167,8 +168,7 @@ def _newest_of_run(
 ) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
-    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
-        raise UserError(f"{folder} {files.absence_of(folder)}; mount or restore the folder")
+    refuse_misplaced(folder)
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
@@ -184,7 +184,7 @@ def _newest_of_run(
     if newest is None and directory.has_saved():
         raise UserError(
             f"run_dir={directory.path} has saved checkpoints, but {folder} "
-            f"{files.absence_of(folder)}; mount or restore it, or start over in another run_dir, "
+            f"{absence_of(folder)}; mount or restore it, or start over in another run_dir, "
             "with resume=CHECKPOINT from a copy of one"
         )
     if newest is not None:

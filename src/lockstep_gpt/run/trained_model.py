@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep_gpt import PROGRAM, catalog
 from lockstep_gpt.config import Config, from_container
@@ -24,9 +24,20 @@ if TYPE_CHECKING:
 NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "packing", "optim")
 
 
-def parser_of(command: str, description: str) -> argparse.ArgumentParser:
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message as a `UserError`, with the usage."""
+        remedy = " ".join(self.format_usage().split())
+        if message.startswith("unrecognized"):
+            remedy = f"options are --NAME VALUE, and a text with spaces needs quotes; {remedy}"
+        raise UserError(f"{message}; {remedy}")
+
+
+def parser_of(command: str, description: str) -> OneLineParser:
     """Return a command's parser with the argument that says where the model is."""
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=description)
+    parser = OneLineParser(prog=f"{PROGRAM} {command}", description=description)
     sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
     parser.add_argument("source", type=Path, help=sources)
     return parser

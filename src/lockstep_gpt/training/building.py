@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -51,10 +52,13 @@ def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
 
 def target_of(node: dict[str, Any]) -> Callable[..., Any]:
     """Return what a `_target_` node names, or raise a `UserError`."""
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         return get_method(node["_target_"])
     except (InstantiationException, TypeError, ImportError) as error:
-        raise mistake(error) from error
+        target = node["_target_"]
+        cause = mistake(error)
+        raise UserError(f"_target_={target} can't be imported; correct it ({cause})") from error
 
 
 def deferred(node: dict[str, Any]) -> Any:

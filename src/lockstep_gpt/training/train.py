@@ -19,6 +19,7 @@ from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.memory import StateInMemory
@@ -272,3 +273,7 @@ def _same_precision_afterward() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+if __name__ == "__main__":
+    refuse_as_program(__file__)

@@ -26,6 +26,11 @@ _OWNED = {
 
 
 OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
+# Arguments of Lightning 1 that tutorials still show.
+GONE_TRAINER_KEYS = {
+    **dict.fromkeys(("gpus", "num_gpus", "num_processes", "tpu_cores"), "trainer.devices"),
+    "resume_from_checkpoint": "resume",
+}
 
 
 MOST_RANKS = 1024
@@ -46,7 +51,7 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     """Check the arguments of Lightning's Trainer that decide devices, or that are ours to set."""
     for key, value in trainer.items():
         # `limit_val_batches=0` turns off validation, which none of our settings does.
-        if (door := OWNED_TRAINER_KEYS.get(key)) and (key, value) != ("limit_val_batches", 0):
+        if (door := door_of(key)) and (key, value) != ("limit_val_batches", 0):
             raise UserError(owned_key_line(key, value, door))
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     count = "a whole number of at least 1"
@@ -58,6 +63,11 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     check("trainer.num_nodes", nodes, nodes <= MOST_NODES, f"must be at most {MOST_NODES}")
     check_choice("trainer.accelerator", trainer.get("accelerator", "auto"), ACCELERATORS)
     check_switch("trainer.sync_batchnorm", trainer.get("sync_batchnorm", False))
+
+
+def door_of(key: str) -> str | None:
+    """Return our setting for an argument of the Trainer that can't be set there; else None."""
+    return OWNED_TRAINER_KEYS.get(key) or GONE_TRAINER_KEYS.get(key)
 
 
 def owned_key_line(key: str, value: Any, door: str) -> str:

@@ -1,0 +1,102 @@
+"""Mistakes of people who know Hydra, Lightning, and torchrun, but not this project."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep_gpt
+from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.training.building import build
+
+PACKAGE = Path(lockstep_gpt.__file__).parent
+SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: "
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("trainer.gpus=2", "trainer.gpus=2 cannot be set there; set trainer.devices instead"),
+        ("+trainer.gpus=2", "trainer.gpus=2 cannot be set there; set trainer.devices instead"),
+        (
+            "--config-name smoke",
+            "--config-name=smoke: this names a file that replaces configs/train.yaml; for a "
+            "recipe, set experiment=smoke",
+        ),
+        ("resume=", "resume= is not none, auto, or a path; to continue a run, set run_dir=RUN "),
+        (
+            "data.path=~/books",
+            "data.path=~/books: shells replace ~ only before a word; write data.path=$HOME/books",
+        ),
+        (
+            "-m optim.lr=1e-3, 3e-3",
+            "optim.lr=1e-3, ends with a comma; write values without spaces, as in optim.lr=A,B",
+        ),
+        ("logger.project=x", "unknown setting logger.project; did you mean logger.trackio.project"),
+        (
+            "+logger.project=x",
+            "logger.project=x has no _target_, which names its class; to set project of one that "
+            "is chosen, write logger.CHOICE.project, else set logger.project._target_",
+        ),
+        (
+            "callbacks=early_stopping",
+            "callbacks=early_stopping is not one of default",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_remedy(words, line, capsys):
+    assert cli.main(["train", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{PROGRAM} train: {line}"), err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_callback_or_logger_says_how_to_name_a_class_of_lightning_s(capsys):
+    for group in ("callbacks", "logger"):
+        assert cli.main(["train", f"{group}=zzz"]) == 2
+        package = f"lightning.pytorch.{group.removesuffix('s')}s"
+        remedy = f"; for a class of Lightning's, write +{group}.NAME._target_={package}.CLASS\n"
+        assert capsys.readouterr().err.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate"], "the following arguments are required: source; usage: "),
+        (["generate", "run", "def f"], f"unrecognized arguments: def f; {SPACES}"),
+        (["evaluate", "run", "data.path=x"], f"unrecognized arguments: data.path=x; {SPACES}"),
+    ],
+)
+def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, message, capsys):
+    assert cli.main(words) == 2
+    line = f"{PROGRAM} {words[0]}: {message}{PROGRAM} {words[0]} [-h]"
+    err = capsys.readouterr().err
+    assert err.startswith(line), err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", ["cli.py", "training/train.py"])
+def test_a_file_of_the_package_is_not_a_program_that_silently_does_nothing(file):
+    done = subprocess.run(
+        [sys.executable, PACKAGE / file, "train"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{PACKAGE / file} is not a program; run: ")
+    assert done.stderr.endswith(" train\n")
+
+
+def test_a_class_that_cannot_be_imported_is_named_once(capfd):
+    target = "lightning.pytorch.callbacks.EarlyStoping"
+    with pytest.raises(UserError, match=f"^_target_={target} can't be imported; correct it"):
+        build({"_target_": target}, {})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_torchrun_repeats_a_mistake_as_the_cause(command):
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lockstep_gpt"]
+    process = command.start_python(*words, *command.smoke("trainer=cpu", "batch.global_size=7"))
+    _, err = process.communicate(timeout=240)
+    cause = err.partition("Root Cause")[2]
+    assert f"{PROGRAM} train: batch.global_size=7 is not divisible by 2 devices" in cause
