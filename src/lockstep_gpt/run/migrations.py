@@ -78,11 +78,12 @@ def _with_moved_targets(node: Any) -> Any:
     moved = {name: _with_moved_targets(value) for name, value in node.items()}
     target = moved.get("_target_")
     if isinstance(target, str):
-        moved["_target_"] = _new_place(target)
+        moved["_target_"] = place_of(target)
     return moved
 
 
-def _new_place(target: str) -> str:
+def place_of(target: str) -> str:
+    """Return the name of a class now, from its name in any version."""
     for old, new in MOVED_TARGETS.items():
         if target.startswith(old):
             return new + target.removeprefix(old)

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 # Products of matrices this short take less time than sending the result. And a CPU chooses their
 # kernel by the size of the whole stack, so a matrix's bits would depend on the others of its rank.
 SHORT = 16
-# Momenta that travel at once to be saved: gloo takes them next to each other, and memory is bounded.
+# Momenta that travel at once to be saved: gloo takes them side by side, and memory is bounded.
 IN_FLIGHT = 8
 
 
