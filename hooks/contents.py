@@ -101,12 +101,12 @@ def _entity_line(answers: Answers) -> str:
     return f"  entity: {entity} # null: the account's default"
 
 
-# A new project starts with this. Its owner counts on, so an update must not change the lines.
+# A new project starts with this. Its owner counts on, so an update must not change it.
 VERSION = "0.1.0"
 # file -> start of a line -> the line in the new project
 EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
     "pyproject.toml": {
-        "version = ": lambda _: f'version = "{VERSION}"',
+        'version = "[0-9]': lambda _: f'version = "{VERSION}"',
         "description = ": lambda answers: f"description = {_quoted(answers.description)}",
         "authors = ": _authors,
         "license = ": _license_line,
