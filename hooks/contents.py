@@ -101,13 +101,19 @@ def _entity_line(answers: Answers) -> str:
     return f"  entity: {entity} # null: the account's default"
 
 
+# A new project starts with this. Its owner counts on, so an update must not change it.
+VERSION = "0.1.0"
 # file -> start of a line -> the line in the new project
 EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
     "pyproject.toml": {
+        'version = "[0-9]': lambda _: f'version = "{VERSION}"',
         "description = ": lambda answers: f"description = {_quoted(answers.description)}",
         "authors = ": _authors,
         "license = ": _license_line,
         "license-files = ": _license_files_line,
+    },
+    f"src/{PACKAGE}/__init__.py": {
+        "VERSION = ": lambda _: f'VERSION = "{VERSION}"  # as in pyproject.toml',
     },
     "configs/logger/wandb.yaml": {
         "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",

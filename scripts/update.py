@@ -37,6 +37,13 @@ PLAIN = [
 ]
 # Pages that scripts write, and a picture.
 WRITTEN = re.compile(r"docs/((\w+_)?settings\.md|architecture\.svg)")
+# Why a file without markers is in conflict, by the states of it that git has.
+WITHOUT_MARKERS = {
+    "2": "  (yours, moved with its folder, which the template renamed)",
+    "3": "  (the template's, moved with its folder, which you renamed)",
+    "12": "  (you changed it, the template deleted it)",
+    "13": "  (you deleted it, the template changed it)",
+}
 WRITERS = ("scripts/settings.py", "scripts/architecture.py")
 
 
@@ -102,11 +109,12 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     conflicts = _conflicts(project)
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
     print(f"from {last[:12]} to {new[:12]} of {source}")
+    if conflicts:
+        print("conflicts remain; resolve these, git add them, test, commit:")
+        print("".join(f"  {name}{why}\n" for name, why in conflicts.items()), end="")
     if reminder:
         print(reminder)
     if conflicts:
-        print("conflicts remain; resolve these, git add them, test, commit:")
-        print("".join(f"  {name}\n" for name in conflicts), end="")
         return 1
     print("all applied and staged; next: python3 scripts/dev.py test, then git commit")
     return 0
@@ -137,10 +145,13 @@ def _chosen_extras(template: Path, project: Path, options: argparse.Namespace) -
     return json.loads(done.stdout)
 
 
-def _conflicts(project: Path) -> "list[str]":
-    """Return the names of the files in conflict."""
-    unmerged = _git(project, "ls-files", "-u").splitlines()
-    return sorted({line.split("\t")[1] for line in unmerged})
+def _conflicts(project: Path) -> "dict[str, str]":
+    """Return the files in conflict: name -> why, if there are no markers in the file."""
+    stages = {}  # name -> the states that git has: the old template's, the project's, the new one's
+    for line in _git(project, "ls-files", "-u").splitlines():
+        about, name = line.split("\t")
+        stages[name] = stages.get(name, "") + about.split()[2]
+    return {name: WITHOUT_MARKERS.get(stages[name], "") for name in sorted(stages)}
 
 
 def _settle_written_pages(project: Path, new: Path) -> str:

@@ -68,6 +68,18 @@ def test_other_code_and_references_need_permission(node):
     assert trust.foreign_settings({"callbacks": {"one": node}})
 
 
+def test_a_class_that_a_file_in_configs_names_as_an_earlier_version_did_needs_no_permission(
+    tmp_path, monkeypatch
+):
+    run = {"callbacks": {"mine": {"_target_": "lockstep_gpt.run.callbacks.norm.Norm"}}}
+    assert trust.foreign_settings(run)
+    (tmp_path / "norm.yaml").write_text(
+        "mine:\n  _target_: lockstep_gpt.runtime.callbacks.norm.Norm\n"
+    )
+    monkeypatch.setattr(trust, "config_folders", lambda: [tmp_path])
+    assert not trust.foreign_settings(run)
+
+
 def test_permission_for_a_class_is_for_its_arguments_too():
     one, other = ({"a": {"_target_": "mine.Run", "words": word}, "seed": 1} for word in "xy")
     assert trust.foreign_settings(one) != trust.foreign_settings(other)

@@ -14,7 +14,7 @@ from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.migrations import migrate
 
-# The smoke experiment as 0.1.0 froze it, in a project with all extras.
+# The smoke experiment as the last commit of 0.1.0 froze it, in a project with all extras.
 FROZEN = """
 seed: 1337
 max_steps: 20
@@ -84,15 +84,26 @@ callbacks:
     _target_: lockstep_gpt.extras.seeing.at_end.ReportAtEnd
 logger: {}
 """
+# What its first commits froze instead.
+FIRST_TARGETS = {
+    "strategy": "lockstep_gpt.training.strategies.auto",
+    "progress": "lockstep_gpt.runtime.callbacks.progress.Progress",
+    "sample": "lockstep_gpt.runtime.callbacks.progress.Sample",
+}
+LATER_KEYS = ("arithmetic", "step_losses")  # of a checkpoint
 READERS = [("generate", "run", "--length", "3"), ("evaluate", "run")]  # of a model
 RESUME = ("train", "run_dir=run", "resume=auto", "max_steps=22")
+
+
+def unchanged(values):
+    return values
 
 
 @pytest.fixture
 def earlier(finished, command):
     """Create a run directory as 0.1.0 left it, with its values changed by `change`."""
 
-    def make(change=lambda values: values):
+    def make(change=unchanged):
         source, run = finished[0].folder / "runs/first", command.folder / "run"
         values = change(yaml.safe_load(FROZEN))
         values["data"]["root"] = str(command.data_root)
@@ -101,16 +112,35 @@ def earlier(finished, command):
             shutil.copy(source / name, run)
         (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         content = torch.load(source / "checkpoints/step=000020.ckpt")
+        for key in LATER_KEYS:
+            del content[key]
         write_checkpoint({**content, "config": values}, run / "checkpoints/step=000020.ckpt")
 
     return make
 
 
-def test_a_run_of_an_earlier_version_can_be_resumed_and_its_model_read(earlier, command):
-    earlier()
+def as_first_frozen(values):
+    """Change what the last commit of 0.1.0 froze to what the first ones did."""
+    values["strategy"]["_target_"] = FIRST_TARGETS["strategy"]
+    for name in ("progress", "sample"):
+        values["callbacks"][name]["_target_"] = FIRST_TARGETS[name]
+    del values["packing"], values["test"]
+    data = values["data"]
+    del data["_target_"], data["test_fraction"]
+    data.update(source="stdlib", num_workers=0, packing="stream")
+    return values
+
+
+@pytest.mark.parametrize("change", [unchanged, as_first_frozen])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_of_an_earlier_version_can_be_resumed_and_its_model_read(
+    change, devices, earlier, command
+):
+    earlier(change)
     assert '"loss": 4.' in command("evaluate", "run", "--json").stdout
     assert command("generate", "run", "--length", "3").stdout
-    assert "max_steps: 20 -> 22" in command(*RESUME, "launch.inline=true").stdout
+    ranks = (f"trainer.devices={devices}", f"launch.inline={devices == 1}")
+    assert "max_steps: 20 -> 22" in command(*RESUME, *ranks).stdout
     assert command.summary("run")["step"] == 22
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hooks.answers import EXTRAS, NEEDS
+from lockstep_gpt import VERSION
 
 FIRST, LAST = "# the template's first line\n", "# the user's last line\n"
 
@@ -82,6 +83,24 @@ def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update
     assert git(project, "status", "--porcelain") == ""
 
 
+def test_an_owner_s_version_is_not_the_template_s(project, upstream, update, committed):
+    changes = {"pyproject.toml": 'version = "{}"', "src/{}/__init__.py": 'VERSION = "{}"'}
+
+    def replace(folder: Path, package: str, old: str, new: str) -> None:
+        for name, line in changes.items():
+            path = folder / name.format(package)
+            text = path.read_text("utf-8")
+            assert text.count(line.format(old)) == 1
+            path.write_text(text.replace(line.format(old), line.format(new)), "utf-8")
+
+    replace(project, "my_gpt", "0.1.0", "3.1.4")
+    committed(project)
+    replace(upstream, "lockstep_gpt", VERSION, "9.9.9")
+    committed(upstream)
+    assert "all applied and staged" in update(project)
+    replace(project, "my_gpt", "3.1.4", "3.1.5")
+
+
 def test_a_second_update_starts_from_the_first(project, upstream, update, committed, git):
     change(upstream, committed)
     update(project)
@@ -107,13 +126,32 @@ def test_conflicting_changes_get_conflict_markers(project, upstream, update, com
     committed(project)
     change(upstream, committed)
     output = update(project, status=1)
-    names = ["src/my_gpt/inference/generate.py", "src/my_gpt/model/gpt.py"]
+    why = "  (you changed it, the template deleted it)"
+    names = [f"src/my_gpt/inference/generate.py{why}", "src/my_gpt/model/gpt.py"]
     assert output.endswith("".join(f"  {name}\n" for name in names))
     model = (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
     assert {"<<<<<<<", "=======", ">>>>>>>"} <= {line[:7] for line in model.splitlines()}
     assert (project / "src/my_gpt/model/new.py").is_file()
     refused = update(project, status=2)  # not before these are fixed
     assert "the working tree is not clean" in refused
+
+
+def test_a_conflict_without_markers_says_what_happened(project, upstream, update, committed):
+    mine = project / "src/my_gpt/run/loggers/mine.py"
+    mine.write_text("# the user's logger\n")
+    (project / "src/my_gpt/inference/generate.py").unlink()
+    committed(project)
+    edit(upstream / "src/lockstep_gpt/inference/generate.py", before=FIRST)
+    loggers = upstream / "src/lockstep_gpt/run/loggers"
+    loggers.rename(loggers.with_name("trackers"))
+    committed(upstream)
+    output = update(project, status=1)
+    assert output.endswith(
+        "  src/my_gpt/inference/generate.py  (you deleted it, the template changed it)\n"
+        "  src/my_gpt/run/trackers/mine.py  "
+        "(yours, moved with its folder, which the template renamed)\n"
+    )
+    assert (project / "src/my_gpt/run/trackers/mine.py").read_text() == "# the user's logger\n"
 
 
 def extras_of(project: Path) -> str:
@@ -288,7 +326,7 @@ def test_a_page_that_cannot_be_written_gets_the_template_s_text(
         write_with(conflicting, "import no_such_module\n")
         committed(conflicting)
     output = update(conflicting)
-    assert f"write {PAGE} again with: python3 scripts/dev.py docs\n" in output
+    assert f"\nwrite {PAGE} again with: python3 scripts/dev.py docs\n" in output
     assert git(conflicting, "show", f":{PAGE}").startswith("theirs\n# Every setting\n")
 
 

@@ -8,13 +8,27 @@ from lockstep_gpt.catalog import extra_of_choice, how_to_add
 from lockstep_gpt.config_files import target_of
 from lockstep_gpt.errors import UserError
 
+_CORE = "lockstep_gpt"
 _EXTRAS = "lockstep_gpt.extras"
 _LOGGERS = "lockstep_gpt.run.loggers"
-# Classes, by the beginning of their `_target_`.
+# Classes, by the beginning of their `_target_`; the first row that fits counts.
 MOVED_TARGETS = {
-    "lockstep_gpt.run.tracking.wandb_logger": f"{_LOGGERS}.wandb_run.WandbRun",
+    f"{_CORE}.run.tracking.wandb_logger": f"{_LOGGERS}.wandb_run.WandbRun",
+    f"{_CORE}.runtime.tracking.wandb_logger": f"{_LOGGERS}.wandb_run.WandbRun",
+    f"{_CORE}.training.tracking.wandb_logger": f"{_LOGGERS}.wandb_run.WandbRun",
+    f"{_CORE}.training.tracking.": f"{_LOGGERS}.tensorboard_files.",
     f"{_EXTRAS}.trackers.event_files.": f"{_LOGGERS}.tensorboard_files.",
     f"{_EXTRAS}.trackers.mlflow_runs.mlflow_logger": f"{_LOGGERS}.mlflow_runs.MLflowRun",
+    f"{_CORE}.runtime.": f"{_CORE}.run.",
+    f"{_CORE}.training.callbacks.sample.": f"{_CORE}.run.callbacks.progress.",
+    f"{_CORE}.training.callbacks.": f"{_CORE}.run.callbacks.",
+    f"{_CORE}.training.ranks.": f"{_CORE}.distributed.strategies.",
+    f"{_CORE}.training.sharding.": f"{_CORE}.distributed.strategies.",
+    f"{_CORE}.training.strategies.": f"{_CORE}.distributed.strategies.",
+    f"{_CORE}.training.strategy.": f"{_CORE}.distributed.strategies.",
+    f"{_EXTRAS}.sharding.fsdp2.": f"{_CORE}.distributed.strategies.",
+    f"{_EXTRAS}.datasets.packing.": f"{_EXTRAS}.datasets.whole_documents.",
+    f"{_CORE}.seeing.": f"{_EXTRAS}.pages.",
     f"{_EXTRAS}.seeing.": f"{_EXTRAS}.pages.",
 }
 MOVED_SETTINGS = {
@@ -25,8 +39,8 @@ MOVED_SETTINGS = {
     "model.size": "size.weights",
     "model.size_law": "size.law",
 }
-# Callbacks that a setting has replaced.
-GONE_CALLBACKS = {f"{_EXTRAS}.seeing.at_end.ReportAtEnd": "pages.report"}
+# Callbacks that a setting, `pages.report`, has replaced.
+GONE_CALLBACKS = (f"{_CORE}.seeing.at_end.ReportAtEnd", f"{_EXTRAS}.seeing.at_end.ReportAtEnd")
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:
@@ -64,10 +78,16 @@ def _with_moved_targets(node: Any) -> Any:
     moved = {name: _with_moved_targets(value) for name, value in node.items()}
     target = moved.get("_target_")
     if isinstance(target, str):
-        for old, new in MOVED_TARGETS.items():
-            if target.startswith(old):
-                moved["_target_"] = new + target.removeprefix(old)
+        moved["_target_"] = place_of(target)
     return moved
+
+
+def place_of(target: str) -> str:
+    """Return the name of a class now, from its name in any version."""
+    for old, new in MOVED_TARGETS.items():
+        if target.startswith(old):
+            return new + target.removeprefix(old)
+    return target
 
 
 def _with_moved_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # What a run goes on from. The rest depends on where it was saved, or says what computed it.
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "step_losses")
 SCALARS = ("global_step", "samples", "tokens", "skipped")
+SINCE_0_2 = ("step_losses.",)  # a run of an earlier version didn't save them
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -56,6 +57,8 @@ def differing_numbers(run: dict[str, Any], replay: dict[str, Any]) -> dict[str, 
     """Return, for each name whose bits differ, how they do."""
     differing = {}
     for name in {**run, **replay}:
+        if name not in run and name.startswith(SINCE_0_2):
+            continue
         fault = _difference(run.get(name), replay.get(name))
         if fault:
             differing[name] = fault
