@@ -193,7 +193,12 @@ def training(nodes, command, wait_for):
         run = command.folder / "run"
         words = (*LONG, *QUICK, f"run_dir={run}", *overrides)
         started.extend(nodes.start(command, node, *words, function=function) for node in (0, 1))
-        wait_for(lambda: steps(run) > 30)
+
+        def trains():
+            assert all(process.poll() is None for process in started), ended(*started)
+            return steps(run) > 30
+
+        wait_for(trains)
         assert "1 device x 2 nodes" in (run / "train.log").read_text()
         return run, started
 

@@ -11,8 +11,8 @@ MUON = (
     "optim=muon",
     "optim.lr=3e-3",
     "trainer=cpu",
-    "max_steps=50",
-    "checkpoint.every=25",
+    "max_steps=20",
+    "checkpoint.every=10",
     "checkpoint.keep_last=9",
 )
 CLIPPED = ("optim.clip_norm=0.5", "optim.weight_decay=0.1")
@@ -36,7 +36,7 @@ KILL = """
 import os, signal, lightning
 class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
-        if (trainer.global_step, trainer.global_rank) == (30, 1) and not os.path.exists("killed"):
+        if (trainer.global_step, trainer.global_rank) == (12, 1) and not os.path.exists("killed"):
             open("killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -94,7 +94,7 @@ def test_each_of_four_ranks_has_a_quarter_of_weights_gradients_and_optimizer_sta
 
 
 def test_a_checkpoint_of_shards_is_one_device_s(runs):
-    ours, one = (read_checkpoint(checkpoint(runs.folder / run, 25)) for run in ("shards", "one"))
+    ours, one = (read_checkpoint(checkpoint(runs.folder / run, 10)) for run in ("shards", "one"))
     (ours_state,), (one_state,) = ours["optimizer_states"], one["optimizer_states"]
     assert ours_state["param_groups"] == one_state["param_groups"]
     assert ours_state["state"].keys() == one_state["state"].keys()
@@ -122,7 +122,7 @@ RESUMES = {
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_run_resumes_under_another_strategy_and_on_other_ranks(runs, command, name):
     source, *words = RESUMES[name]
-    resume = f"resume={checkpoint(runs.folder / source, 25)}"
+    resume = f"resume={checkpoint(runs.folder / source, 10)}"
     command.train(*MUON, *CLIPPED, *MODERN, *words, resume, "run_dir=run")
     assert_same_losses(command.summary("run"), runs.summary("one"), 3e-5)
 
@@ -133,10 +133,10 @@ def test_a_run_in_parts_with_a_killed_rank_ends_with_the_bits_of_whole_checkpoin
     said = command.train(*words, kill, "run_dir=run", PYTHONPATH=str(command.folder)).stderr
     assert "rank 1 was killed by SIGKILL; restarting all ranks (1 of 3)" in said
     ours, whole = (
-        read_checkpoint(checkpoint(folder, 50))
+        read_checkpoint(checkpoint(folder, 20))
         for folder in (command.folder / "run", runs.folder / "shards")
     )
-    assert len([*(command.folder / "run/checkpoints").glob("step=000050.*.part")]) == 4
+    assert len([*(command.folder / "run/checkpoints").glob("step=000020.*.part")]) == 4
     for (name, tensor), (_, expected) in zip(tensors_of(ours), tensors_of(whole), strict=True):
         assert torch.equal(tensor, expected), name
 
@@ -161,7 +161,7 @@ def test_gpt2_in_bf16_mixed_gives_the_losses_of_one_device(command):
 
 
 def test_a_broken_gradient_in_one_shard_skips_the_update_of_all(command):
-    words = (*MUON, *MODERN, "strategy=fsdp2", "trainer.devices=2", "max_steps=20")
+    words = (*MUON, *MODERN, "strategy=fsdp2", "trainer.devices=2")
     skip = (use(command, "break", BREAK), "guard.max_skipped=1", "run_dir=run")
     command.train(*words, *skip, "checkpoint.every=20", PYTHONPATH=str(command.folder))
     saved = read_checkpoint(checkpoint(command.folder / "run", 20))

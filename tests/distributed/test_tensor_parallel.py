@@ -194,7 +194,7 @@ def test_a_checkpoint_in_parts_of_shards_resumes_on_split_ranks(command, continu
 
 
 # Everything at once: both models, dropout, accumulation, clipping, recomputed blocks.
-ALL = ("max_steps=50", "val_every=25", "batch.micro_size=2", "model.dropout=0.1", "model.n_head=4")
+ALL = ("max_steps=20", "val_every=10", "batch.micro_size=2", "model.dropout=0.1", "model.n_head=4")
 ALL = (*ALL, "optim.clip_norm=0.5", "callbacks.sample=null")
 MUON = ("optim=muon", "optim.lr=3e-3", "optim.weight_decay=0.1")
 MODELS = {

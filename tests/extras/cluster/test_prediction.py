@@ -124,6 +124,7 @@ def test_the_vocabulary_is_that_of_the_data(composed):
     assert vocabulary(data) == 999
 
 
+FEW = 8192  # of GPT-2's 50,257: tracing takes as long as there are logits
 LARGE = ("model=gpt2_large", "optim=adamw", "precision=bf16-mixed", "batch.global_size=64")
 
 
@@ -154,15 +155,14 @@ def test_gathered_weights_of_fsdp2_count_as_memory(composed):
 
 def test_a_misfit_has_remedies(composed):
     config = composed(*LARGE)
-    vocab_size = 8192  # of GPT-2's 50,257: tracing takes as long as there are logits
-    one, four = predict(config, HARDWARE["rtx4090"], (1, 4), vocab_size=vocab_size).rows
+    one, four = predict(config, HARDWARE["rtx4090"], (1, 4), vocab_size=FEW).rows
     assert [one.fits, four.fits] == [False, False]
     for row in (one, four):
         assert row.remedies
         for remedy in row.remedies:
             again = composed(*LARGE, *remedy.words.split())
             devices = (row.batch.world_size,)
-            fits = predict(again, HARDWARE["rtx4090"], devices, vocab_size=vocab_size).rows[0]
+            fits = predict(again, HARDWARE["rtx4090"], devices, vocab_size=FEW).rows[0]
             assert fits.fits, remedy
             assert fits.memory.total == pytest.approx(remedy.memory, rel=1e-3)
     words = [remedy.words for remedy in (*one.remedies, *four.remedies)]
@@ -172,7 +172,7 @@ def test_a_misfit_has_remedies(composed):
 
 def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
-    one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=50257).rows
+    one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=FEW).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
 

@@ -35,25 +35,19 @@ def test_a_run_without_a_tracker_needs_no_wandb(command, without_wandb):
     assert (process.returncode, command.summary("run")["status"]) == (0, "done"), err
 
 
-def run_tests(environment, *words):
-    """Run pytest in a separate process, and return what it printed."""
+def test_all_tests_are_collected_and_ranks_start_without_wandb(without_wandb):
+    """One process for both: it takes long to import and collect everything."""
+    wanted = "nccl_trains_at_world_size_one or keeps_its_threads_on_other_numbers_of_devices"
+    words = ["-m", "pytest", "-k", wanted, "-v", "-n0", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, "-q", "-n0", "-p", "no:cacheprovider"],
+        [sys.executable, *words],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, **without_wandb},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    return done.stdout
-
-
-def test_all_tests_can_be_collected_without_wandb(without_wandb):
-    collected = run_tests(without_wandb, "-m", "gpu", "--collect-only")
-    assert "tests/test_gpu.py::test_nccl_trains_at_world_size_one" in collected
-
-
-def test_tests_start_ranks_without_wandb(without_wandb):
-    tests = ("tests/distributed/test_exact_runs.py", "-k", "on_other_numbers_of_devices")
-    assert "1 passed" in run_tests(without_wandb, *tests)
+    assert "tests/test_gpu.py::test_nccl_trains_at_world_size_one" in done.stdout
+    ranks = "tests/distributed/test_exact_runs.py::test_a_resumed_run_keeps_its_threads"
+    assert f"{ranks}_on_other_numbers_of_devices PASSED" in done.stdout

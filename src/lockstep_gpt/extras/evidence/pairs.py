@@ -88,10 +88,14 @@ class PairedRuns:
 
     def finished(self) -> list[dict[int, RunDirectory]]:
         """Return the finished runs of each side, by seed."""
-        runs = [{seed: self.run(side, seed) for seed in self.seeds} for side in self.sides]
-        return [
-            {seed: run for seed, run in of_side.items() if is_finished(run)} for of_side in runs
-        ]
+        return [self._finished_of(side) for side in self.sides]
+
+    def _finished_of(self, side: Side) -> dict[int, RunDirectory]:
+        # Only those that are there: without a limit of pairs, there are a million seeds.
+        names = (path.name for path in (self.folder / side.folder).glob("*"))
+        present = sorted(int(name) for name in names if name.isdigit())
+        runs = {seed: self.run(side, seed) for seed in present if seed in self.seeds}
+        return {seed: run for seed, run in runs.items() if is_finished(run)}
 
     def refuse_other_runs(self, settings: Sequence[Setting]) -> None:
         """Raise a `UserError` if finished runs here are not those of the sides' settings."""
