@@ -116,7 +116,7 @@ def test_the_help_of_train_names_every_group_with_its_choices(answers):
 
 
 def test_an_unknown_command_is_rejected_with_the_known_ones(answers):
-    line = f"{PROGRAM}: trian is not one of {', '.join(SHOWN)}\n"
+    line = f"{PROGRAM}: trian is not one of {', '.join(SHOWN)}; did you mean train?\n"
     assert answers["trian"][2] == line
 
 

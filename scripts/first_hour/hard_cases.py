@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measuring import Job, Measurement, Stage
-from runs import COMMAND, Run, command, measure_speed, new_folder, refuse_different, smoke, speed
+from timed_runs import (
+    COMMAND,
+    Run,
+    command,
+    measure_speed,
+    new_folder,
+    refuse_different,
+    smoke,
+    speed,
+)
 
 GPT2 = "experiment=gpt2_124m"
 BILLION = (

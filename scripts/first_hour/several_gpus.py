@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from measuring import PROGRAMS, Failure, Job, Measurement, Skip, Stage
-from runs import command, new_folder, refuse_different, smoke, speed
+from timed_runs import command, new_folder, refuse_different, smoke, speed
 from works import checked_backend
 
 SAMPLES = 8  # of a step of the smoke experiment: ranks must divide it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from measuring import Job, Measurement, Stage
-from runs import measure_speed, speed
+from timed_runs import measure_speed, speed
 
 GPT2 = "experiment=gpt2_124m"
 MODERN = "experiment=modern_124m"

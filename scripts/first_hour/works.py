@@ -7,7 +7,7 @@ import re
 import sys
 
 from measuring import ROOT, Failure, Job, Measurement, Skip, Stage
-from runs import COMMAND, command, measure_speed, new_folder, smoke
+from timed_runs import COMMAND, command, measure_speed, new_folder, smoke
 
 GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it
 

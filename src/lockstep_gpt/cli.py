@@ -1,5 +1,6 @@
 """The commands, each with a line of help; a command's module is imported only when it runs."""
 
+import difflib
 import os
 import signal
 import sys
@@ -117,7 +118,9 @@ def _unknown_command(name: str) -> str:
     extra = extra_of_command(name)
     if extra is not None:
         return f"needs {how_to_add(extra)}"
-    return f"is not one of {', '.join(_public_commands())}"
+    near = difflib.get_close_matches(name, _public_commands(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"is not one of {', '.join(_public_commands())}{hint}"
 
 
 def complete(arguments: list[str]) -> int:

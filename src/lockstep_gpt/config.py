@@ -108,13 +108,16 @@ class Config(Checked):
 
 
 def _refuse_without_class(path: str, node: Any) -> None:
-    """Raise a `UserError` if a callback or a logger is a value, or names no class."""
+    """Raise a `UserError` if a callback or a logger is a value, or names no class.
+
+    It doesn't show the value, which may be a secret.
+    """
     if isinstance(node, dict) and "_target_" in node:
         return
     group, _, name = path.partition(".")
     raise UserError(
-        f"{path}={as_typed(node)} has no _target_, which names its class; to set {name} of one "
-        f"that is chosen, write {group}.CHOICE.{name}, else set {path}._target_"
+        f"{path} has no _target_, which names its class; to set {name} of one that is chosen, "
+        f"write {group}.CHOICE.{name}, else set {path}._target_"
     )
 
 

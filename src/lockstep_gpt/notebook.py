@@ -65,7 +65,7 @@ def compose(*overrides: str) -> DictConfig:
     """Return the configuration that the command `train` would use.
 
     Args:
-        overrides: as on the command line, such as `experiment=smoke` or `optim.lr=1e-3`.
+        overrides: each as on the command line, such as `"experiment=smoke", "optim.lr=1e-3"`.
 
     Raises:
         UserError: an override or a YAML file is wrong.
@@ -98,7 +98,8 @@ def build(config: DictConfig) -> Parts:
         UserError: a setting is invalid, can't work in this process, or needs several ranks.
     """
     values, checked = _checked(config)
-    check("test", True, not checked.test, "is for the command; call trainer.test(module, data)")
+    rule = "is for the command; call trainer.test(module, data), and read trainer.callback_metrics"
+    check("test", True, not checked.test, rule)
     rule = "is for the command; call trainer.fit(module, data, ckpt_path=...)"
     check("resume", checked.resume, checked.resume == "none", rule)
     placement = _one_rank(checked)

@@ -98,3 +98,10 @@ def test_a_folder_of_hydra_s_is_rejected_for_the_run_s(name, capsys):
     assert cli.main(["train", f"{name}=elsewhere"]) == 2
     line = f"{PROGRAM} train: {name}=elsewhere has no effect here; set run_dir=elsewhere\n"
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("word", ["hydra.job.chdir=true", "hydra.output_subdir=settings"])
+def test_where_hydra_would_work_or_write_is_rejected(word, capsys):
+    assert cli.main(["train", word]) == 2
+    line = f"{word} has no effect here; all files of a run are in its run_dir"
+    assert capsys.readouterr().err == f"{PROGRAM} train: {line}\n"

@@ -155,7 +155,11 @@ def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
         ("devices=2", "unknown setting devices; did you mean trainer.devices?"),
         ("model=gpt2_mediun", f"model=gpt2_mediun is not one of {', '.join(choices('model'))}; "
          "did you mean gpt2_medium?"),
-        ("callbacks=[default,qq]", f"callbacks=qq is not one of {', '.join(choices('callbacks'))}"),
+        (
+            "callbacks=[default,qq]",
+            f"callbacks=qq is not one of {', '.join(choices('callbacks'))}; for a class of "
+            "Lightning's, write +callbacks.NAME._target_=lightning.pytorch.callbacks.CLASS",
+        ),
         ("experiment=qq", f"experiment=qq is not one of {', '.join(choices('experiment'))}"),
         ("trainer.max_steps=5", "trainer.max_steps=5 cannot be set there; set max_steps instead"),
         (
@@ -175,6 +179,10 @@ def test_a_wrong_override_is_rejected_in_one_line(argument, line):
     [
         ("max_steps=[1", "[1"),
         ("max_steps", "max_steps has no value; write NAME=VALUE, without spaces"),
+        (
+            "max_steps=3 seed=1",
+            "max_steps=3 seed=1 is one word with several settings; make each a word of its own",
+        ),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
         ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),
         ("batch=3", "batch=3: Invalid type"),
@@ -223,15 +231,16 @@ def test_environment_variables_stay_references(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", SECRET)
     values, config = composed(
         "run_name=${oc.env:SECRET_KEY}",
+        "+logger.a._target_=mine.Logger",
         "+logger.a.second=${run_name}",
         "+logger.a.inside='key ${oc.env:SECRET_KEY}'",
         "+logger.a.list=[1,'${oc.env:SECRET_KEY}']",
         "+logger.b=${logger.a}",
-        "+logger.c.decoded='${oc.decode:${oc.env:SECRET_KEY}}'",
-        "+logger.d=${seed}",
+        "+logger.a.decoded='${oc.decode:${oc.env:SECRET_KEY}}'",
+        "+logger.a.seed=${seed}",
     )
     assert SECRET not in yaml.safe_dump(values)
-    assert (values["run_name"], values["logger"]["d"]) == ("${oc.env:SECRET_KEY}", 1337)
+    assert (values["run_name"], values["logger"]["a"]["seed"]) == ("${oc.env:SECRET_KEY}", 1337)
     assert config.run_name == config.logger["a"]["second"] == SECRET
     assert config.logger["a"]["inside"] == f"key {SECRET}"
     assert config.logger["b"]["list"] == [1, SECRET]

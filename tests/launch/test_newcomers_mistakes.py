@@ -37,7 +37,7 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
         ("logger.project=x", "unknown setting logger.project; did you mean logger.trackio.project"),
         (
             "+logger.project=x",
-            "logger.project=x has no _target_, which names its class; to set project of one that "
+            "logger.project has no _target_, which names its class; to set project of one that "
             "is chosen, write logger.CHOICE.project, else set logger.project._target_",
         ),
         (

@@ -73,9 +73,8 @@ def test_a_class_that_a_file_in_configs_names_as_an_earlier_version_did_needs_no
 ):
     run = {"callbacks": {"mine": {"_target_": "lockstep_gpt.run.callbacks.norm.Norm"}}}
     assert trust.foreign_settings(run)
-    (tmp_path / "norm.yaml").write_text(
-        "mine:\n  _target_: lockstep_gpt.runtime.callbacks.norm.Norm\n"
-    )
+    lines = "mine:\n  _target_: lockstep_gpt.runtime.callbacks.norm.Norm\n"
+    (tmp_path / "norm.yaml").write_text(lines)
     monkeypatch.setattr(trust, "config_folders", lambda: [tmp_path])
     assert not trust.foreign_settings(run)
 

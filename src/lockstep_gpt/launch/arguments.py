@@ -67,6 +67,8 @@ def _check_override(word: str, words: list[str]) -> None:
         _check_launcher(word, LAUNCHERS[value])
     if name in ("hydra.run.dir", "hydra.sweep.dir"):
         raise UserError(f"{word} has no effect here; set run_dir={value}")
+    if name in ("hydra.job.chdir", "hydra.output_subdir") and value not in ("false", "null"):
+        raise UserError(f"{word} has no effect here; all files of a run are in its run_dir")
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
 

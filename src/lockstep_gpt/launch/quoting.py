@@ -45,6 +45,8 @@ def unparsed_line(word: str) -> str:
         return f"{word}: shells replace ~ only before a word; write {name}=$HOME{value[1:]}"
     if value.endswith(","):
         return f"{word} ends with a comma; write values without spaces, as in {name}=A,B"
+    if " " in word and all("=" in part for part in word.split()):
+        return f"{word} is one word with several settings; make each a word of its own"
     quoted = quote_value(word)
     try:
         OverridesParser.create().parse_override(quoted)

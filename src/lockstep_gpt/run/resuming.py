@@ -56,8 +56,12 @@ def state_to_resume(
     newest = verified_on_each_machine(newest)
     if newest is not None and not config.resume_force:
         _refuse_lost_memory(config, newest.path)
+        if is_first:
+            logger.info("continues from step %d, %s", newest.step, newest.path)
         return newest
     if newest is None and config.resume in ("none", "auto"):
+        if is_first and directory.has_begun():
+            logger.info("starts at step 0: no state of the run is saved, and none is in memory")
         return None
     checkpoint = newest
     if checkpoint is None:

@@ -45,6 +45,10 @@ def own_memory(monkeypatch):
 def keep(run, machine, *steps):
     """Write states as a rank of an earlier start has."""
     use_machine(run, machine)
+    keep_here(run, machine, *steps)
+
+
+def keep_here(run, machine, *steps):
     writer = MemoryWriter(identity_of(run))
     writer.start(1 << 10, None)
     for step in steps:
@@ -126,3 +130,22 @@ def test_states_of_runs_that_nobody_continues_are_removed(run, tmp_path):
     (tmp_path / "deleted/.token").unlink()
     files.remove_abandoned()
     assert {name for name in folders if folders[name].exists()} == {"unfinished"}
+
+
+def test_states_of_runs_on_a_disk_that_is_away_stay(run, tmp_path):
+    use_machine(run, 0)
+    directory = RunDirectory(tmp_path / "disk/runs/first")
+    directory.create({"seed": 1})
+    keep_here(directory, 0, 1)
+    folder = identity_of(directory).folder
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    files.remove_abandoned()
+    assert folder.exists()
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    (tmp_path / "disk/runs/first/.token").rename(tmp_path / "token")
+    (tmp_path / "disk/runs/first/.token").mkdir()  # which can't be read
+    files.remove_abandoned()
+    assert folder.exists()
+    (tmp_path / "disk/runs/first").rename(tmp_path / "deleted")
+    files.remove_abandoned()
+    assert not folder.exists()

@@ -51,10 +51,7 @@ class Identity:
     @classmethod
     def of(cls, directory: Path, token: str) -> Self:
         """Return the identity of the run in `directory`, on this machine."""
-        boot = ""
-        with contextlib.suppress(OSError):
-            boot = BOOT_ID.read_text().strip()
-        return cls(token, os.path.realpath(directory), boot)
+        return cls(token, os.path.realpath(directory), _boot_id())
 
     @property
     def folder(self) -> Path:
@@ -268,13 +265,33 @@ def _is_unused(folder: Path) -> bool:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether no complete state in `folder` is of an unfinished run that still exists."""
-    for header in _headers_in(folder).values():
-        directory = RunDirectory(Path(header.identity.run))
-        is_current = header.identity == identity_of(directory)
-        if is_current and directory.read_summary().get("status") != "done":
-            return False
-    return True
+    """Return whether nobody continues the runs of all complete states in `folder`."""
+    return all(_is_over(header.identity) for header in _headers_in(folder).values())
+
+
+def _is_over(identity: Identity) -> bool:
+    """Return whether a run is done or deleted, or its states are from before a restart.
+
+    A run that can't be read isn't over: its disk may be away for a moment.
+    """
+    boot = _boot_id()
+    if boot and identity.boot != boot:
+        return True
+    directory = RunDirectory(Path(identity.run))
+    try:
+        token = directory.name_in_memory.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return directory.path.parent.is_dir()  # else the disk may not be mounted here
+    except (OSError, UnicodeDecodeError):
+        return False
+    return token != identity.token or directory.read_summary().get("status") == "done"
+
+
+def _boot_id() -> str:
+    """Return the kernel's name for the time since the machine started; empty if it has none."""
+    with contextlib.suppress(OSError):
+        return BOOT_ID.read_text().strip()
+    return ""
 
 
 def _prefix() -> str:
