@@ -216,6 +216,7 @@ def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
     ranks = ("trainer.devices=2", "launch.inline=false", "trust_run_dir=true")
     errors = command(*RESUME, *ranks, status=2).stderr
     assert "Traceback" not in errors
+    assert errors.count("\n") == 1
     assert errors.count("lockstep_gpt.gone.Report") == 1
 
 

@@ -20,7 +20,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.processes import limit_exit
 from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
@@ -56,9 +56,12 @@ def target_of(node: dict[str, Any]) -> Callable[..., Any]:
     try:
         return get_method(node["_target_"])
     except (InstantiationException, TypeError, ImportError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Hydra's errors around it repeat the name
+            cause = cause.__cause__
         target = node["_target_"]
-        cause = mistake(error)
-        raise UserError(f"_target_={target} can't be imported; correct it ({cause})") from error
+        line = describe_error(cause)
+        raise UserError(f"_target_={target} can't be imported; correct it ({line})") from error
 
 
 def deferred(node: dict[str, Any]) -> Any:
