@@ -8,7 +8,7 @@ import pytest
 
 # One rank sends a signal to itself before a step, once.
 STOPS = """
-import os, pathlib, signal, lightning
+import os, pathlib, signal, time, lightning
 class Stops(lightning.Callback):
     def __init__(self, plan):
         self.plan = plan
@@ -19,6 +19,7 @@ class Stops(lightning.Callback):
             here = (int(step), int(rank)) == (trainer.global_step, trainer.global_rank)
             if here and not note.exists():
                 note.touch()
+                time.sleep(0.5)  # the other ranks wait; the last state becomes complete
                 os.kill(os.getpid(), signal.Signals[name])
 """
 TIMES = ("throughput/", "system/", "data/wait_share")  # columns
