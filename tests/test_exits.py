@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings
+from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings, failed_endings
 
 CAUSES = {
     -9: "was killed by SIGKILL",
@@ -44,3 +44,9 @@ def test_of_ranks_that_ended_the_culprits_are_named():
     assert describe_endings({0: lost, 1: other}) == "rank 1 ended with status 255"
     assert describe_endings({0: lost, 1: Ending(0)}) == "rank 1 ended with status 0"
     assert describe_endings({0: lost, 1: lost}) == "rank 0 lost its peers, rank 1 lost its peers"
+
+
+def test_ranks_that_left_others_alone_count_unless_one_was_killed():
+    assert failed_endings({0: None, 1: 0}) == {}
+    assert failed_endings({0: 75, 1: 0, 2: None}) == {0: Ending(75), 1: Ending(0)}
+    assert failed_endings({0: -9, 1: 0, 2: 75}) == {0: Ending(-9), 2: Ending(75)}

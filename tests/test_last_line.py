@@ -17,7 +17,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.last_line import resume_command, way_on
 
 ENDS = """
-import os, resource, signal, sys
+import os, resource, signal, sys, time
 import lightning
 
 class Bare(BaseException):
@@ -40,6 +40,10 @@ def open_no_more_files():
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
 
+def end_later():
+    time.sleep(1)
+    os._exit(1)
+
 def raise_error(kind, *arguments):
     raise kind(*arguments)
 
@@ -51,6 +55,8 @@ ACTIONS = {
     "exit_quietly": exit_quietly,
     "kill_agent": kill_agent,
     "lose_config": lose_config,
+    "end_later": end_later,
+    "lose_peers": lambda: raise_error(RuntimeError, "Connection closed by peer"),
     "open_no_more_files": open_no_more_files,
 }
 
@@ -108,6 +114,14 @@ def test_any_exception_is_named_by_its_class(ending, how, cause):
 def test_a_rank_that_leaves_the_others_is_named(ending):
     reason, _ = ending("exit_quietly", *TWO, rank=1)
     assert reason == "rank 1 ended with status 0; step 2 is saved; to continue"
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_rank_is_named_that_ends_after_those_that_lost_it(ending):
+    lost = "+callbacks.lost={_target_:leaves_early.Ends,how:lose_peers,rank:1}"
+    reason, _ = ending("end_later", *TWO, lost)
+    cause = "rank 0 ended with status 1; its last output, above or in ranks/, says why"
+    assert reason == f"{cause}; step 2 is saved; to continue"
 
 
 @pytest.mark.usefixtures("quick_ranks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -63,6 +64,20 @@ class Ending:
         if self.stopped_by:
             return f"was stopped by {SIGNALS[self.stopped_by]}"
         return f"ended with status {self.code}"
+
+
+def failed_endings(codes: Mapping[int, int | None]) -> dict[int, Ending]:
+    """Return how ranks ended, by rank, if one of them failed; else nothing.
+
+    Args:
+        codes: exit statuses, by rank; None for ranks that go on.
+    """
+    if not any(codes.values()):
+        return {}
+    endings = {rank: Ending(code) for rank, code in codes.items() if code is not None}
+    if any(ending.killed_by for ending in endings.values()):
+        return {rank: ending for rank, ending in endings.items() if ending.code}
+    return endings  # also those with status 0: they may have left the others alone
 
 
 def describe_endings(ended: dict[int, Ending]) -> str:

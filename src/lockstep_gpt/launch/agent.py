@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -25,14 +24,14 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings
+from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings, failed_endings
 from lockstep_gpt.launch import machines, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
+from lockstep_gpt.launch.torch_build import refuse_missing
 from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
 
 MONITOR_SECONDS = 0.1  # between looks at other machines; an end of a rank is seen at once
@@ -93,21 +92,6 @@ def _rendezvous_of_one_node(folder: str) -> dict[str, Any]:
         "min_nodes": 1,
         "local_addr": "localhost",
     }
-
-
-def refuse_missing(config: Config) -> None:
-    """Raise a `UserError` if this build of torch or its driver can't do what is set."""
-    devices = config.trainer["devices"]
-    if config.trainer["accelerator"] == "cuda" and torch.cuda.device_count() < devices:
-        raise UserError(
-            f"trainer.devices={devices} but torch {torch.__version__} finds "
-            f"{torch.cuda.device_count()} CUDA devices; install a build of torch for your "
-            "driver, or set trainer=cpu"
-        )
-    backend = config.strategy.get("process_group_backend")
-    is_available = not backend or torch.distributed.is_backend_available(backend)
-    rule = f"is not in torch {torch.__version__}; set nccl for GPUs or gloo"
-    check("strategy.process_group_backend", backend, is_available, rule)
 
 
 def _set_environment(config: Config) -> None:
@@ -202,6 +186,8 @@ class RankAgent(LocalElasticAgent):
         self._first_signal.raise_received()  # if a library has swallowed the exception
         self.last_check = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
+        if self._ended:
+            self._wait_for_cause(worker_group)
         self._shared_stop.follow(at_once=bool(self._ended))
         if self._ended:
             restartable = self._is_restartable()
@@ -225,12 +211,17 @@ class RankAgent(LocalElasticAgent):
             for worker in worker_group.workers
             if worker.local_rank in ranks
         }
-        if not any(codes.values()):
-            return {}
-        endings = {rank: Ending(code) for rank, code in codes.items() if code is not None}
-        if any(ending.killed_by for ending in endings.values()):
-            return {rank: ending for rank, ending in endings.items() if ending.code}
-        return endings  # also those with status 0: they may have left the others alone
+        return failed_endings(codes)
+
+    def _wait_for_cause(self, worker_group: WorkerGroup) -> None:
+        """Wait for the rank that others have lost: its connections end before its process does."""
+        limit = time.monotonic() + FAILURE_GRACE
+        while all(ending.lost_peers for ending in self._ended.values()):
+            seconds = limit - time.monotonic()
+            if seconds <= 0 or not self.live_ranks():
+                return  # it was on another machine, or hangs
+            processes.wait_for_end(self.live_ranks(), seconds)
+            self._ended = self._failed_ranks(worker_group)
 
     def _is_restartable(self) -> bool:
         """Return whether all ended ranks were killed, lost their peers, or were told to stop.
