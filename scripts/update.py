@@ -2,9 +2,10 @@
 
 usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT] [--add NAMES] [--remove NAMES]
 
-TEMPLATE is a path or URL; the default is the one in .template.json. The script generates the
-project twice with its own answers, at the commit of the last update and at the new one, and git
-applies the difference as a cherry-pick. The result is staged but not committed.
+TEMPLATE is a path or URL; the default is the one in .template.json. COMMIT is a commit, branch, or
+tag; the default is the newest, or with --add or --remove, that of the last update. The script
+generates the project twice with its own answers, at the commit of the last update and at the new
+one, and git applies the difference as a cherry-pick. The result is staged but not committed.
 
 An extra is added or removed only if it is named; the first line of the output says which are.
 Pages that scripts write never stay in conflict: they are written again.
@@ -59,7 +60,8 @@ def main(arguments: "list[str]", project: Path) -> int:
         epilog="NAMES are separated by spaces, or `all`. An extra is removed only with --remove.",
     )
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help="its path or URL")
-    parser.add_argument("--to", default="HEAD", metavar="COMMIT", help="a commit, branch or tag")
+    to = "commit, branch, or tag (default: the newest; with --add or --remove, the project's)"
+    parser.add_argument("--to", metavar="COMMIT", help=to)
     parser.add_argument(
         "--add", "--extras", default="", metavar="NAMES", help="add these extras, and keep others"
     )
@@ -84,7 +86,8 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
         source = str(Path(source).resolve())
     _run(project, ["git", "clone", "-q", "--no-checkout", source, str(clone)], "cannot be cloned")
     last = _commit(clone, record["commit"], source)
-    new = _commit(clone, options.to, source)
+    newest = record["commit"] if options.add or options.remove else "HEAD"
+    new = _commit(clone, options.to or newest, source)
     old_template = _checked_out(clone, folder / "old-template", last, record)
     new_template = _checked_out(clone, folder / "new-template", new, record)
     answers = record["answers"]

@@ -1,5 +1,6 @@
 """Training from Python, as in a notebook: the command's numbers, with and without its files."""
 
+import math
 import os
 import signal
 
@@ -86,6 +87,17 @@ def test_a_run_directory_has_what_the_command_writes(command, words, expected):
     assert "schedule" in (command.folder / "run/train.log").read_text()
     command("train", "run_dir=run", "resume=auto", "max_steps=24", "launch.inline=true")
     assert command.summary("run")["step"] == 24
+
+
+@pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
+def test_a_test_returns_its_loss_and_adds_no_row(command, words, folder):
+    module, data, trainer = build(compose(*words, "data.test_fraction=0.1", *folder))
+    trainer.fit(module, data)
+    rows = [path.read_text() for path in command.folder.glob("run/metrics.csv")]
+    (result,) = trainer.test(module, data, verbose=False)
+    assert result["test/loss"] == pytest.approx(module.val_loss, abs=0.3)
+    assert result["test/perplexity"] == pytest.approx(math.exp(result["test/loss"]))
+    assert [path.read_text() for path in command.folder.glob("run/metrics.csv")] == rows
 
 
 def test_an_interrupt_saves_and_unlocks_a_run(command, words):

@@ -98,7 +98,7 @@ def build(config: DictConfig) -> Parts:
         UserError: a setting is invalid, can't work in this process, or needs several ranks.
     """
     values, checked = _checked(config)
-    rule = "is for the command; call trainer.test(module, data), and read trainer.callback_metrics"
+    rule = "is for the command; call trainer.test(module, data), which returns the loss"
     check("test", True, not checked.test, rule)
     rule = "is for the command; call trainer.fit(module, data, ckpt_path=...)"
     check("resume", checked.resume, checked.resume == "none", rule)

@@ -183,6 +183,19 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     assert (project / "README.md").read_text("utf-8").endswith(LAST)
 
 
+def test_extras_come_without_the_template_s_later_changes(
+    project, upstream, update, committed, git
+):
+    change(upstream, committed)
+    update(project, "--add", "warm")
+    committed(project)
+    assert extras_of(project) == "warm"
+    assert FIRST not in (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
+    update(project, "--add", "tasks", "--to", "HEAD")
+    assert set(extras_of(project).split()) == {"tasks", "warm"}
+    assert (project / "src/my_gpt/model/gpt.py").read_text("utf-8").startswith(FIRST)
+
+
 def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it(project, update, committed):
     first = update(project, "--add", "chat").splitlines()[0]
     added = first.removeprefix("adds ").removesuffix(", removes nothing").split()

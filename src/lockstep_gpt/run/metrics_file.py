@@ -57,7 +57,12 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write the row of `step`, or add to it if it is last, or raise a `RunError`."""
+        """Write the row of `step`, or add to it if it is last, or raise a `RunError`.
+
+        Metrics of a test are left out: they belong to no step.
+        """
+        if any(name.startswith("test/") for name in metrics):
+            return
         assert step is not None, "every row belongs to a step"
         texts = {name: " ".join(str(value).split("\n")) for name, value in metrics.items()}
         row = {STEP: str(step), **texts}

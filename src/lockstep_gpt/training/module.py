@@ -189,18 +189,17 @@ class GPTModule(lightning.LightningModule):
         """Reduce the validation loss over all ranks, also for callbacks that monitor it."""
         self.val_loss = float(self.token_loss.compute())
         self.token_loss.reset()
-        self._log_loss("val", self.val_loss)
+        self._log_loss("val", self.val_loss, logger=None if self.logs_losses else False)
 
     def on_test_epoch_end(self) -> None:
         """Reduce the test loss over all ranks."""
         loss = float(self.test_loss.compute())
         self.test_loss.reset()
-        self._log_loss("test", loss)
+        self._log_loss("test", loss, logger=None)  # as Lightning does; `Trainer.test` returns it
 
-    def _log_loss(self, split: str, loss: float) -> None:
+    def _log_loss(self, split: str, loss: float, *, logger: bool | None) -> None:
         metrics = {f"{split}/loss": loss, f"{split}/perplexity": perplexity(loss)}
         # All ranks have the same values, and their maximum is this value without rounding.
-        logger = None if self.logs_losses else False
         self.log_dict(metrics, logger=logger, sync_dist=True, reduce_fx="max")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

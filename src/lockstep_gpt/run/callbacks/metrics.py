@@ -18,7 +18,6 @@ from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_axis
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -151,13 +150,8 @@ class Metrics(StepCallback):
         self._log(trainer, trainer.global_step, metrics)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log the test loss, except to `metrics.csv`, whose columns are those of training."""
-        loss = float(trainer.callback_metrics["test/loss"])
-        metrics = {"test/loss": loss, "test/perplexity": perplexity(loss)}
-        self.row.update(metrics)
-        for logger in trainer.loggers:
-            if not isinstance(logger, MetricsFile):
-                logger.log_metrics(metrics, trainer.global_step)
+        """Keep the test loss, which Lightning has logged, for the summary."""
+        self.row["test/loss"] = float(trainer.callback_metrics["test/loss"])
 
     def leave_out(self, pause: float) -> None:
         """Don't count the last `pause` seconds as training."""
