@@ -5,7 +5,13 @@ import signal
 import pytest
 
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings, failed_endings
+from lockstep_gpt.exits import (
+    Ending,
+    Exit,
+    after_signal,
+    describe_endings,
+    failed_endings,
+)
 
 CAUSES = {
     -9: "was killed by SIGKILL",

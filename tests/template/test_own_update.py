@@ -183,9 +183,7 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     assert (project / "README.md").read_text("utf-8").endswith(LAST)
 
 
-def test_extras_come_without_the_template_s_later_changes(
-    project, upstream, update, committed, git
-):
+def test_extras_come_without_the_template_s_later_changes(project, upstream, update, committed):
     change(upstream, committed)
     update(project, "--add", "warm")
     committed(project)

@@ -24,7 +24,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Ending, Exit, after_signal, describe_endings, failed_endings
+from lockstep_gpt.exits import (
+    Ending,
+    Exit,
+    after_signal,
+    describe_endings,
+    failed_endings,
+)
 from lockstep_gpt.launch import machines, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
