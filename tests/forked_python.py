@@ -399,8 +399,11 @@ def _parent_of(job: Mapping[str, Any]) -> Callable[[], int]:
             return real()
         if "parent" in job:  # we end with it
             return int(job["parent"])
-        stat = Path(f"/proc/{job['stands']}/stat")
-        return int(stat.read_text().rpartition(")")[2].split()[1])
+        try:
+            stat = Path(f"/proc/{job['stands']}/stat").read_text()
+        except FileNotFoundError:  # it has ended, as we are about to
+            return 1
+        return int(stat.rpartition(")")[2].split()[1])
 
     return getppid
 

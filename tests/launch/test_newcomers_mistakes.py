@@ -44,6 +44,19 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "callbacks=early_stopping",
             "callbacks=early_stopping is not one of default",
         ),
+        (
+            "callbacks.early_stopping.patience=3",
+            "unknown setting callbacks.early_stopping; use +callbacks.stop._target_=lightning",
+        ),
+        (
+            "logger.wandb.offline=true",
+            "unknown setting logger.wandb.offline; use logger.wandb.mode=offline",
+        ),
+        (
+            "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping "
+            "+callbacks.stop.monitor=val_loss",
+            "callbacks.stop.monitor=val_loss is no metric; did you mean val/loss?",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(words, line, capsys):

@@ -128,8 +128,8 @@ def evaluate(
         target_masks=source.target_masks(tokenizer),
     )
     device = next(model.parameters()).device
-    batches = data.batches(split, data.rows_of(split, *rank_and_world_size()), device)
-    result = _measure(model, batches)
+    rows = data.rows_of(split, *rank_and_world_size())
+    result = _measure(model, data.batches(split, rows, device), len(rows))
     text_bytes = index.splits[split].text_bytes
     # The number of bytes is known only for all tokens together.
     if text_bytes and result["tokens"] in _counts_of_all_targets(data, index, split):
@@ -176,18 +176,25 @@ def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) 
     if len(ids) < 2:
         raise UserError(f"--data={path} has no text; give a file or a folder with some")
     device = next(model.parameters()).device
-    result = _measure(model, _batches(ids, model.config.block_size, batch_size, device))
+    block_size = model.config.block_size
+    windows = -(-(len(ids) - 1) // block_size)  # rounded up
+    rank, world_size = rank_and_world_size()
+    firsts = range(rank * batch_size, windows, world_size * batch_size)
+    numbers = [range(first, min(first + batch_size, windows)) for first in firsts]
+    result = _measure(model, _batches(ids, numbers, block_size, device), len(numbers))
     result["bits_per_byte"] = result["loss"] / math.log(2) * result["tokens"] / text_bytes
     return result
 
 
-def _batches(ids: Any, block_size: int, batch_size: int, device: torch.device) -> Iterator[Batch]:
-    """Yield this rank's batches of windows, each two tensors of shape (B, T): inputs and targets.
+def _batches(
+    ids: Any, numbers: list[range], block_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Yield batches of windows, each two tensors of shape (B, T): inputs and targets.
 
     Args:
         ids: all tokens, of shape (N,). The last window is padded, with targets that don't count.
+        numbers: of the windows of each batch.
         block_size: T, the length of a window.
-        batch_size: B, the most windows at a time.
         device: of the tensors.
     """
     import numpy as np
@@ -195,13 +202,10 @@ def _batches(ids: Any, block_size: int, batch_size: int, device: torch.device) -
 
     from lockstep_gpt.model.functional import IGNORE
 
-    rank, world_size = rank_and_world_size()
-    count = -(-(len(ids) - 1) // block_size)  # of windows, rounded up
-    for first in range(rank * batch_size, count, world_size * batch_size):
-        numbers = range(first, min(first + batch_size, count))
-        tokens = np.zeros((len(numbers), block_size), np.int64)
-        targets = np.full((len(numbers), block_size), IGNORE, np.int64)
-        for row, number in enumerate(numbers):
+    for of_batch in numbers:
+        tokens = np.zeros((len(of_batch), block_size), np.int64)
+        targets = np.full((len(of_batch), block_size), IGNORE, np.int64)
+        for row, number in enumerate(of_batch):
             start = number * block_size
             window = ids[start : start + block_size + 1]
             tokens[row, : len(window) - 1] = window[:-1]
@@ -209,9 +213,16 @@ def _batches(ids: Any, block_size: int, batch_size: int, device: torch.device) -
         yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
 
 
-def _measure(model: GPT, batches: Iterator[Batch]) -> dict[str, float]:
-    """Return loss, perplexity, and the number of targets, over the batches of all ranks."""
+def _measure(model: GPT, batches: Iterator[Batch], count: int) -> dict[str, float]:
+    """Return loss, perplexity, and the number of targets, over the batches of all ranks.
+
+    Args:
+        model: on the device of the batches.
+        batches: of this rank.
+        count: how many there are, for the progress bar of rank 0, which only a terminal shows.
+    """
     import torch
+    from tqdm import tqdm
 
     from lockstep_gpt.model.functional import perplexity
     from lockstep_gpt.training.token_loss import TokenLoss
@@ -219,7 +230,9 @@ def _measure(model: GPT, batches: Iterator[Batch]) -> dict[str, float]:
     token_loss = TokenLoss().to(next(model.parameters()).device)
     # A rank without a batch has a mean of nothing.
     token_loss.update(torch.zeros(()), torch.zeros((1, 0), dtype=torch.int64))
-    for tokens, targets in batches:
+    rank, _ = rank_and_world_size()
+    disable = None if rank == 0 else True
+    for tokens, targets in tqdm(batches, "evaluating", count, leave=False, disable=disable):
         token_loss.update(model(tokens, targets), targets)
     loss = float(token_loss.compute())
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": token_loss.targets}

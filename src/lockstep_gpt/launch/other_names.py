@@ -18,6 +18,11 @@ NAMES = {
     "tags": "logger.wandb.tags",
     "warmup_iters": "optim.warmup_steps",
     # lightning-hydra-template
+    "callbacks.early_stopping": (
+        "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping, and "
+        "+callbacks.stop.monitor=val/loss"
+    ),
+    "callbacks.model_checkpoint": "checkpoint",
     "data.batch_size": "batch.micro_size or batch.global_size",
     "extras": "verbosity",
     "hparams_search": "experiment=search with --multirun",
@@ -25,6 +30,7 @@ NAMES = {
     "ddp": "strategy=ddp with trainer.devices",  # and of trainer=
     "ddp_sim": "strategy=ddp with trainer=cpu trainer.devices=2",
     "many_loggers": "a list, logger=[wandb,tensorboard]",
+    "logger.wandb.offline": "logger.wandb.mode=offline",
     "model.compile": "compile",
     "model.optimizer": "optim",
     "model.optimizer.lr": "optim.lr",

@@ -1,7 +1,8 @@
-"""Lightning callbacks that can't work here."""
+"""Lightning callbacks, or their arguments, that can't work here."""
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.metrics_rows import COLUMNS
 
 PACKAGE = "lightning.pytorch.callbacks."
 # Class -> why not, and what to do instead.
@@ -20,7 +21,16 @@ REFUSED = {
 def refuse_what_cannot_work(config: Config) -> None:
     """Raise a `UserError` for a Lightning callback that can't work here."""
     for name, node in config.callbacks.items():
+        _refuse_other_names_of_metrics(name, node.get("monitor"))
         target = str(node.get("_target_", ""))
         class_name = target.rpartition(".")[2]
         if target.startswith(PACKAGE) and class_name in REFUSED:
             raise UserError(f"callbacks.{name}: Lightning's {class_name} {REFUSED[class_name]}")
+
+
+def _refuse_other_names_of_metrics(name: str, monitor: object) -> None:
+    """Raise a `UserError` for `val_loss`, for example, which would only fail at a validation."""
+    for metric in COLUMNS:
+        if monitor == metric.replace("/", "_"):
+            rule = f"is no metric; did you mean {metric}?"
+            raise UserError(f"callbacks.{name}.monitor={monitor} {rule}")

@@ -62,12 +62,16 @@ def last_lines(
     status = status_of(trainer)
     if status != "done":
         status += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     result = "no validation"
     if "val/loss" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"
         result = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
     if "test/loss" in row:
         result += f", test loss {row['test/loss']:.4f}"
+    # Lightning's EarlyStopping has one.
+    reasons = [getattr(callback, "stopping_reason_message", "") for callback in callbacks]
+    reason = "".join(f"\n  reason       {text}" for text in reasons if text)
     run_dir = shlex.quote(str(directory.path))
     generate = f"{invocation()} generate {run_dir}"
     if prompt:
@@ -77,7 +81,7 @@ def last_lines(
         commands += run.next_commands() or []  # None from a tracker that failed
     next_commands = "\n".join(f"  {command}" for command in commands)
     return f"""
-{status} in {time.perf_counter() - started:.0f} s: {result}
+{status} in {time.perf_counter() - started:.0f} s: {result}{reason}
   metrics      {directory.metrics}
   checkpoints  {directory.checkpoints}
 next

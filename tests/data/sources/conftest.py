@@ -50,6 +50,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         if not path.is_file():
             super().do_GET()
             return
+        sent = self.faults.sent  # at the request: a test may begin another count meanwhile
         time.sleep(self.faults.pause)
         if self.faults.failures:
             self.faults.failures -= 1
@@ -69,7 +70,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.end_headers()
         cut = self.faults.next_cut()
         body = content[start:end][:cut]
-        self.faults.sent[path.name] = self.faults.sent.get(path.name, 0) + len(body)
+        sent[path.name] = sent.get(path.name, 0) + len(body)
         self.wfile.write(body)
         self.close_connection = True
 

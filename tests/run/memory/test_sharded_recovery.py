@@ -87,7 +87,8 @@ def test_killed_ranks_continue_from_the_shards_in_memory(command, killed, kind):
 
 def assert_continued(printed, *steps):
     found = re.findall(r"continues from step (\d+), kept in memory", printed.stdout)
-    assert [*map(int, found)] == [*steps]
+    # Of several victims, the agent may end one before its kill, which then hits the next attempt.
+    assert list(dict.fromkeys(map(int, found))) == [*steps]
 
 
 def assert_undisturbed(folder):
