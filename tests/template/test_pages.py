@@ -108,10 +108,10 @@ def test_the_house_explains_exactly_the_kinds_of_hooks(repository):
 
 
 def test_the_table_for_readers_of_tutorials_names_existing_files_and_settings(repository):
-    page = (repository / "docs/coming_from.md").read_text("utf-8")
+    page = (repository / "docs/lightning.md").read_text("utf-8")
     (package,) = (path.parent for path in repository.glob("src/*/config.py"))
     rows = re.findall(r"^\| (`.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
-    assert len(rows) > 20
+    assert len(rows) > 15
     reference = (repository / "docs/settings.md").read_text("utf-8")
     for _, ours, place in rows:
         for name in re.findall(r"`(\S+\.(?:py|yaml))`", place):
@@ -186,6 +186,19 @@ def test_every_readme_says_what_has_run_on_a_gpu(template, baked):
     )
     (sentences,) = re.findall(r"All but SyncBatchNorm is tested on CPUs\..+?\)\)\.", ours)
     assert sentences in theirs
+
+
+def test_each_bug_of_lightning_names_a_test_that_exists(template):
+    page = (template / "docs/coming_from.md").read_text("utf-8")
+    section = page.partition("\n## Lightning bugs you don't get here\n")[2]
+    rows = re.findall(r"^\| (#.+?) \| .+ \| `(.+?)::(.+?)` \|$", section, re.MULTILINE)
+    assert len(rows) >= 10
+    lost = [
+        f"{issues}: {file}::{name}"
+        for issues, file, name in rows
+        if f"\ndef {name}(" not in (template / "tests" / file).read_text("utf-8")
+    ]
+    assert lost == []
 
 
 def test_links_lead_to_existing_files(repository):
