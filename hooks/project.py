@@ -28,6 +28,7 @@ TEMPLATE_ONLY = (
     "README.md",
     "SECURITY.md",
     "cookiecutter.json",
+    "docs/coming_from.md",
     "docs/first_run.png",
     "docs/lockstep.png",
     "docs/speedrun.md",

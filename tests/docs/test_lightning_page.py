@@ -129,19 +129,3 @@ def test_the_notebook_s_cells_work(finished, command, monkeypatch, capsys):
     assert f"\n{finished[0].summary('runs/first')['val_loss']}\n" in printed
     assert re.search(r"'train/loss': tensor\(\d\.\d+\)", printed)
     assert names["status"] == 0
-
-
-def test_each_bug_of_lightning_names_a_test_that_exists():
-    rows = re.findall(
-        r"^\| (#.+?) \| .+ \| `(.+?)::(.+?)` \|$",
-        SECTIONS["Lightning bugs you don't get here"],
-        flags=re.MULTILINE,
-    )
-    assert len(rows) >= 10
-    tests = Path(__file__).parents[1]
-    lost = [
-        f"{issues}: {file}::{name}"
-        for issues, file, name in rows
-        if f"\ndef {name}(" not in (tests / file).read_text("utf-8")
-    ]
-    assert lost == []

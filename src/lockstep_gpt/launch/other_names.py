@@ -1,4 +1,4 @@
-"""Our names for other projects' settings; docs/coming_from.md shows them as tables."""
+"""Our names for other projects' settings; docs/lightning.md shows them as a table."""
 
 STEPS = "max_steps or max_tokens"
 # Of lightning-hydra-template, nanoGPT, and litgpt; names that a group of ours has are found anyway.
