@@ -87,7 +87,10 @@ class Environment:
         """
         if self._holds(self._wanted(everything, names)):
             return
-        say(f"setting up {self.folder.name} (a few minutes, once) ...")
+        if names and self._holds(self._wanted(everything)):
+            say(f"installing {' '.join(names)} in {self.folder.name} ...")
+        else:
+            say(f"setting up {self.folder.name} (a few minutes, once) ...")
         with PINS.open("r+b") as lock:
             if POSIX:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be installing

@@ -41,7 +41,7 @@ def test_each_of_our_names_on_the_page_exists(ours):
         name, _, chosen = word.removeprefix("+").partition("=")
         if chosen and yaml_files(name):
             assert set(re.findall(r"\w+", chosen)) <= set(yaml_files(name)), word
-        elif not re.match(r"--multirun$|metrics\.csv$|val/loss$", word):
+        elif not re.match(r"--multirun$|metrics\.csv$|val/loss$|\+callbacks\.stop", word):
             assert name in KNOWN | {*cli.COMMANDS}, word
 
 
