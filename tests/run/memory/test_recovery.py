@@ -1,5 +1,8 @@
 """The newest state in any machine's memory: which one counts, and how machines get it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -130,6 +133,24 @@ def test_states_of_runs_that_nobody_continues_are_removed(run, tmp_path):
     (tmp_path / "deleted/.token").unlink()
     files.remove_abandoned()
     assert {name for name in folders if folders[name].exists()} == {"unfinished"}
+
+
+def test_a_folder_stays_while_a_process_uses_it_that_has_read_it(run):
+    use_machine(run, 0)
+    identity = identity_of(run)
+    writer = MemoryWriter(identity)
+    writer.start(1 << 10, None)
+    assert states_in(identity) == []
+    run.write_summary({"status": "done"})  # so that only the process keeps the folder
+    code = (
+        "from pathlib import Path; from lockstep_gpt.run.memory import files; "
+        f"files.SHARED_MEMORY = Path({str(files.SHARED_MEMORY)!r}); files.remove_abandoned()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert identity.folder.exists()
+    writer.close()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not identity.folder.exists()
 
 
 def test_states_of_runs_on_a_disk_that_is_away_stay(run, tmp_path):

@@ -172,9 +172,12 @@ def states_in(identity: Identity) -> list[KeptState]:
 
 
 def _headers_in(folder: Path) -> dict[Path, Header]:
-    """Return the header of each complete state."""
+    """Return the header of each complete state.
+
+    It opens no lock: closing one would unlock it, if this process has taken it.
+    """
     headers = {}
-    for path in folder.iterdir():
+    for path in {*folder.iterdir()} - {*folder.glob(f"*{LOCK}")}:
         with contextlib.suppress(OSError), path.open("rb") as file:  # else removed meanwhile
             header = Header.unpack(file.read(HEADER_BYTES))
             if header is not None:
@@ -250,18 +253,15 @@ def remove_abandoned() -> None:
     for folder in sorted(SHARED_MEMORY.glob(f"{_prefix()}*")):
         with contextlib.suppress(OSError, SharedMemoryError):  # another command does the same
             refuse_foreign(folder)
-            if _is_unused(folder) and _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.ExitStack() as until_removed:
+                if _takes_all_locks(folder, until_removed) and _is_abandoned(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_unused(folder: Path) -> bool:
-    """Return whether a process has used `folder`, and none does now."""
+def _takes_all_locks(folder: Path, stack: contextlib.ExitStack) -> bool:
+    """Lock `folder` until `stack` ends; return whether a process has used it, and none does."""
     locks = [*folder.glob(f"*{LOCK}")]
-    for path in locks:
-        with path.open("ab") as lock:
-            if not _take(lock):
-                return False
-    return bool(locks)
+    return bool(locks) and all(_take(stack.enter_context(path.open("ab"))) for path in locks)
 
 
 def _is_abandoned(folder: Path) -> bool:
