@@ -87,7 +87,7 @@ class Environment:
         """
         if self._holds(self._wanted(everything, names)):
             return
-        if names and self._holds(self._wanted(everything)):
+        if names and self._holds(self._wanted(everything, ())):
             say(f"installing {' '.join(names)} in {self.folder.name} ...")
         else:
             say(f"setting up {self.folder.name} (a few minutes, once) ...")

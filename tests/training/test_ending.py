@@ -15,7 +15,7 @@ from lockstep_gpt.training.ending import last_lines, prompt_from
 
 
 def test_a_shell_reads_the_next_commands_as_they_were_meant():
-    trainer = SimpleNamespace(global_step=3, max_steps=3, loggers=[])
+    trainer = SimpleNamespace(global_step=3, max_steps=3, loggers=[], callbacks=[])
     text = last_lines(RunDirectory(Path("it's a run")), trainer, {}, 0.0, "it's a")
     commands = [shlex.split(line) for line in text.partition("next\n")[2].splitlines()]
     assert [words[-3:] for words in commands if "generate" in words] == [
@@ -36,5 +36,5 @@ def test_the_prompt_is_a_few_readable_words_of_the_validation_text(tmp_path):
 
 def test_data_of_the_user_s_own_has_no_prompt():
     assert prompt_from(LightningDataModule(), ByteTokenizer()) == ""
-    trainer = SimpleNamespace(global_step=3, max_steps=3, loggers=[])
+    trainer = SimpleNamespace(global_step=3, max_steps=3, loggers=[], callbacks=[])
     assert "--prompt" not in last_lines(RunDirectory(Path("run")), trainer, {}, 0.0, "")
