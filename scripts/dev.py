@@ -32,7 +32,8 @@ usage: python3 scripts/dev.py test [--changed] [--versions SET] [pytest options]
        python3 scripts/dev.py lint
 
 Run lint, types, and tests, also if one of them fails; the last line says which did, and the exit
-status is then 1. Without options, run all tests. `lint` runs only lint and types.
+status is then 1. Without options, run all tests; with files of tests, run only these. `lint` runs
+only lint and types.
 
   --changed               only the tests of files that differ from the last commit, new files
                           included: of src/NAME/model/gpt.py, for example, tests/model/test_gpt.py
@@ -150,8 +151,9 @@ def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":
 
 
 def check(environment: Environment, options: "list[str]") -> int:
-    """Run lint, types (both with the pins only), and tests."""
+    """Run lint, types (both with the pins only), and tests; of named files, only the tests."""
     is_whole = not options
+    names_files = any((ROOT / option.partition("::")[0]).is_file() for option in options)
     if "--changed" in options:
         options = changed_tests() + [option for option in options if option != "--changed"]
         say(f"of what has changed: {' '.join(options) or 'no tests, only lint and types'}")
@@ -160,7 +162,7 @@ def check(environment: Environment, options: "list[str]") -> int:
         spread = []
     pinned = environment.versions == "pinned"
     checks = {}
-    if pinned:
+    if pinned and not names_files:
         checks.update(LINT)
     if is_whole or options:
         checks["tests"] = [["pytest", *spread, "--durations=10", *options]]

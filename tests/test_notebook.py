@@ -74,6 +74,9 @@ def test_three_lines_train_like_the_command_and_write_nothing(command, words, ex
     assert {*command.folder.iterdir()} == before
     trainer.validate(module, data, verbose=False)
     assert module.val_loss == expected
+    module, data, trainer = build(compose(*words, "val_every=1000"))
+    trainer.fit(module, data)
+    assert module.val_loss == expected
 
 
 def test_a_run_directory_has_what_the_command_writes(command, words, expected):

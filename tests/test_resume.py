@@ -395,9 +395,25 @@ def test_resume_in_a_folder_of_other_files_is_rejected(command):
     assert [path.name for path in (command.folder / "run").iterdir()] == ["mine.txt"]
 
 
-def test_resume_of_a_missing_run_starts_it(command):
-    command.train("run_dir=run", "resume=auto", "max_steps=6")
+def test_resume_of_a_missing_run_says_so_and_starts_it(command):
+    stdout = command.train("run_dir=run", "resume=auto", "max_steps=6").stdout
+    assert "run does not exist yet: starting a new run\n" in stdout
     assert command.summary("run")["status"] == "done"
+
+
+def test_a_checkpoint_of_lightning_s_own_callback_continues_a_new_run(command):
+    kind = "+callbacks.theirs._target_=lightning.pytorch.callbacks.ModelCheckpoint"
+    every = ("+callbacks.theirs.every_n_train_steps=6", "+callbacks.theirs.save_top_k=-1")
+    command.train(kind, *every, "run_dir=first")
+    theirs = command.folder / "first/lightning/checkpoints/epoch=0-step=12.ckpt"
+    best = theirs.rename(theirs.with_name("best.ckpt"))
+    sums = theirs.with_name(f"{theirs.name}.sha256")
+    text = sums.read_text().replace(theirs.name, best.name)
+    best.with_name(f"{best.name}.sha256").write_text(text)
+    stdout = command.train(f"resume={best}", "run_dir=second").stdout
+    assert "continues from step 12, " in stdout
+    first, second = (command.summary(name) for name in ("first", "second"))
+    assert first["weights"]["20"] == second["weights"]["20"]
 
 
 FILL = """

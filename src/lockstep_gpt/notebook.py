@@ -160,7 +160,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         ranks,
         batch,
         first=[metrics, CountedTargets(config)],
-        last=[*gradient_sums(config), ShowLog(LEVELS[config.verbosity])],
+        last=[*gradient_sums(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],
         max_steps=schedule.total_steps,
@@ -184,6 +184,15 @@ def _in_directory(directory: RunDirectory, values: dict[str, Any]) -> Parts:
         around = AroundFit(training, stack.pop_all())
     training.trainer.callbacks.append(around)  # type: ignore[attr-defined]
     return Parts(training.module, training.data, training.trainer)
+
+
+class ValidateAtEnd(Callback):
+    """Lets the last step have a validation, as in the command, whatever `val_every` is."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Stop at the last step: Lightning validates before it stops."""
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True
 
 
 class ShowLog(Callback):

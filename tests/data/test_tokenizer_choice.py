@@ -446,7 +446,7 @@ def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):
     with pytest.raises(UserError, match=r"data\.vocab_size=30 must be at least 257 for bpe"):
         Text(tokenizer="bpe", vocab_size=30)
     for name in ("bytes", "gpt2"):
-        with pytest.raises(UserError, match=rf"has no effect with data\.tokenizer={name}; rem"):
+        with pytest.raises(UserError, match=rf"has no effect with data\.tokenizer={name}; set"):
             Text(tokenizer=name, vocab_size=300)
 
 

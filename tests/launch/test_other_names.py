@@ -67,6 +67,12 @@ def test_page_and_messages_agree():
         ("max_epochs=3", "unknown setting max_epochs; use max_steps or max_tokens"),
         ("lr=0.1", "unknown setting lr; did you mean optim.lr?"),
         ("learning_rate=0.1", "unknown setting learning_rate; use optim.lr"),
+        ("optim.learning_rate=1", "unknown setting optim.learning_rate; use optim.lr"),
+        (
+            "config/train_gpt2.py",
+            "config/train_gpt2.py has no value; write NAME=VALUE, without spaces; a file of "
+            "settings in configs/experiment/ is chosen with experiment=NAME",
+        ),
         (
             "data.batch_size=8",
             "unknown setting data.batch_size; use batch.micro_size or batch.global_size",

@@ -11,6 +11,7 @@ from lockstep_gpt.training.batch_settings import BatchConfig
 
 NAMES = (
     "OMP_NUM_THREADS",
+    "GOMP_SPINCOUNT",
     "TORCHINDUCTOR_COMPILE_THREADS",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -37,7 +38,7 @@ def ours(accelerator="cuda", **settings):
 
 
 def test_ranks_share_the_cores_also_to_compile():
-    threads = {"OMP_NUM_THREADS": "2"}
+    threads = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000"}
     assert ours("cpu") == threads
     assert ours("cpu", compile=True) == {**threads, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
 
@@ -50,7 +51,8 @@ def test_segments_grow_on_gpus_alone():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_user_s_value_stays(name, monkeypatch):
     monkeypatch.setenv(name, "mine")
-    assert ours(compile=True)[name] == "mine"
+    both = ours("cpu", compile=True) | ours()
+    assert both[name] == "mine"
 
 
 def test_the_old_name_of_the_allocator_s_settings_is_the_user_s_too(monkeypatch):

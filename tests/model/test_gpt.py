@@ -72,6 +72,16 @@ def test_logits_cover_the_vocabulary_without_its_padding(model: GPT, tokens: tor
     assert model(tokens).shape == (3, 16, VOCAB)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_features_of_any_type_have_logits_outside_of_autocast(
+    model: GPT, tokens: torch.Tensor, dtype: torch.dtype
+) -> None:
+    features = model.features(tokens)
+    torch.testing.assert_close(
+        model.logits(features.to(dtype)), model.logits(features), rtol=0.02, atol=0.02
+    )
+
+
 def test_loss_at_the_start_is_that_of_uniform_guessing(model: GPT, tokens: torch.Tensor) -> None:
     assert model(tokens, tokens.roll(-1, 1)).item() == pytest.approx(math.log(VOCAB), abs=0.1)
 

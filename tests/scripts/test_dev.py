@@ -262,6 +262,14 @@ def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
     ]
 
 
+def test_named_files_run_without_lint_and_types(project):
+    (project / "tests").mkdir()
+    (project / "tests/test_one.py").touch()
+    for name in ("tests/test_one.py", "tests/test_one.py::test_it"):
+        status, out, _ = dev(project, "test", name)
+        assert (status, out) == (0, f"pytest -n auto --durations=10 {name}\n")
+
+
 @pytest.mark.parametrize("words", [["--versions", "oldest"], ["--versions=oldest"]])
 def test_other_versions_have_a_separate_environment_for_tests(project, words, quick_venv):
     before = (project / ".venv/set-up.sha256").read_bytes()

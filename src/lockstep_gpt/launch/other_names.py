@@ -89,4 +89,8 @@ def our_name(word: str) -> str | None:
         if name in NAMES:
             return NAMES[name]
         name = name.rpartition(".")[0]  # its parent
+    group, dot, name = word.rpartition(".")
+    ours = NAMES.get(name, "")  # `optim.learning_rate`
+    if dot and ours.startswith(f"{group}."):
+        return ours
     return None

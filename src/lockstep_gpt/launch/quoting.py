@@ -39,7 +39,10 @@ def quote_value(word: str) -> str:
 def unparsed_line(word: str) -> str:
     """Return that Hydra can't parse NAME=VALUE, and how to quote the value as text."""
     if "=" not in word:
-        return f"{_on_one_line(word)} has no value; write NAME=VALUE, without spaces"
+        rule = "write NAME=VALUE, without spaces"
+        if word.endswith((".py", ".yaml", ".yml")):  # as nanoGPT takes them
+            rule += "; a file of settings in configs/experiment/ is chosen with experiment=NAME"
+        return f"{_on_one_line(word)} has no value; {rule}"
     name, _, value = word.partition("=")
     if name in PATHS and value.startswith("~/"):
         return f"{word}: shells replace ~ only before a word; write {name}=$HOME{value[1:]}"

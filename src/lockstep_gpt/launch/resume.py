@@ -1,6 +1,5 @@
 """`resume=auto`: continue a run in its own directory, with the few settings that may change."""
 
-import logging
 import os
 import re
 import time
@@ -80,7 +79,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
         return status, float(run.read_summary().get("val_loss") or "nan")
     values, config = compose.resolve_config(composed)
     if continues:
-        logging.info("run_dir=%s does not exist yet: starting a new run", run.path)
+        print(f"{run.path} does not exist yet: starting a new run")
     return start.train_once(values, config)
 
 

@@ -23,6 +23,8 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
+# For GNU OpenMP: a thread that waits for others leaves its core to other programs sooner.
+SHORT_SPINS = {"GOMP_SPINCOUNT": "10000"}  # GNU's own: 300,000
 # For CUDA: segments grow, so blocks of other sizes, as in a validation, don't fragment memory.
 GROWING_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 OLD_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"  # still read, if the new name is not set
@@ -139,8 +141,10 @@ def rank_environment(config: Config) -> dict[str, str]:
     if config.compile:  # each rank would start as many compilers as there are cores
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
     accelerator = config.trainer["accelerator"]
-    if config.launch.keep_memory and accelerator == "cpu":
-        environment |= KEEP_MEMORY
+    if accelerator == "cpu":
+        environment |= SHORT_SPINS
+        if config.launch.keep_memory:
+            environment |= KEEP_MEMORY
     if accelerator == "cuda" and OLD_ALLOCATOR_SETTINGS not in os.environ:
         environment |= GROWING_SEGMENTS
     return {**environment, **os.environ}

@@ -83,7 +83,8 @@ class GPT(nn.Module):
         return functional.linear_cross_entropy(features, self.head, self.vocab_size, targets)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Turn features, (..., C), into logits, (..., V)."""
+        """Turn features, (..., C), into logits, (..., V), also outside of autocast."""
+        features = features.to(self.head.dtype)
         return functional.project_to_vocabulary(features, self.head, self.vocab_size)
 
     @property

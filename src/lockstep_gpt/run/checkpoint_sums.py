@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint_content import CheckpointError
+from lockstep_gpt.run.checkpoint_content import CheckpointError, load_content
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,13 @@ class VerifiedCheckpoint:
     sums: dict[str, str]
     marks: tuple[tuple[int, int, int], ...]
 
-    @property
+    @cached_property
     def step(self) -> int:
-        """The optimizer step in its name, such as `step=000500.ckpt`."""
-        return int(self.path.stem.removeprefix("step="))
+        """The optimizer step: in a name such as `step=000500.ckpt`, else in the content."""
+        name = re.fullmatch(r"step=(\d+)", self.path.stem)
+        if name:
+            return int(name[1])
+        return int(load_content(self.path, ["global_step"])["global_step"])
 
     def is_unchanged(self) -> bool:
         """Return whether the files that this process finds are those that were verified."""

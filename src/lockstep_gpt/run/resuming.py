@@ -73,6 +73,8 @@ def state_to_resume(
     content = files.read_verified(checkpoint, whole=False)
     if not config.resume_force:
         refuse_another_identity(f"resume={path}", content["config"], directory.values())
+        if is_first:
+            logger.info("continues from step %d, %s", checkpoint.step, path)
         return checkpoint
     saved = content["state_dict"]
     current = module.state_dict()

@@ -153,7 +153,7 @@ class Documents(Source):
                 self.refuse("vocab_size", f"must be at least {SMALLEST_BPE} for bpe")
         elif self.vocab_size is not None and not tokenizer_choice.names_class(self.tokenizer):
             self.refuse(
-                "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; remove it"
+                "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; set it to null"
             )
 
     def tokenizer_identity(self) -> Any:
