@@ -281,7 +281,7 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
     selector.register(listener, selectors.EVENT_READ, accept)
     while True:
         for key, _ in selector.select():
-            if key.fileobj in selector.get_map():  # an earlier event has not ended it
+            if key in selector.get_map().values():  # an earlier event has not ended it
                 key.data()
 
 
