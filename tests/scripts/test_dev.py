@@ -263,7 +263,7 @@ def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
 
 
 def test_named_files_run_without_lint_and_types(project):
-    (project / "tests").mkdir()
+    (project / "tests").mkdir(exist_ok=True)
     (project / "tests/test_one.py").touch()
     for name in ("tests/test_one.py", "tests/test_one.py::test_it"):
         status, out, _ = dev(project, "test", name)
@@ -352,7 +352,7 @@ def test_test_leaves_the_number_of_processes_to_who_chose_it(project, options):
 
 
 def test_all_tests_are_announced_with_the_time_they_took_before(project):
-    (project / "tests").mkdir()
+    (project / "tests").mkdir(exist_ok=True)
     (project / "tests/test_many.py").write_text("\ndef test_it(): pass\n" * 3000)
     guessed = dev(project, "test")[2]
     minutes = round(3000 * 0.3 * 2 / os.cpu_count() / 60)
