@@ -13,7 +13,7 @@ pytestmark = [
 
 # Before a step, once: a rank does what its plan says.
 ACTIONS = """
-import os, pathlib, shutil, signal, lightning
+import os, pathlib, shutil, signal, time, lightning
 class Acts(lightning.Callback):
     def __init__(self, plan):
         self.plan = plan
@@ -26,6 +26,9 @@ class Acts(lightning.Callback):
                 note.touch()
                 globals()[action](pathlib.Path(trainer.default_root_dir))
 def kill(run):
+    time.sleep(0.5)  # the other ranks wait; the last state becomes complete
+    kill_at_once(run)
+def kill_at_once(run):
     os.kill(os.getpid(), signal.SIGKILL)
 def fail(run):
     raise ValueError("on purpose")
@@ -204,7 +207,7 @@ def train_again(command, words):
     for note in command.folder.glob("acted-*"):
         note.unlink()
     node = "+callbacks.acts"
-    plan = "['9:0:damage_memory','9:0:kill']"
+    plan = "['9:0:damage_memory','9:0:kill_at_once']"
     callback = [f"{node}._target_=acts.Acts", f"{node}.plan={plan}"]
     overrides = [*TWO, "checkpoint.memory=3", "run_dir=run", *callback, *words]
     return output(command.train(*overrides, PYTHONPATH=str(command.folder)))
