@@ -1,6 +1,8 @@
 """What libraries of agent and ranks read at load: our values, unless the user has set others."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +60,19 @@ def test_the_user_s_value_stays(name, monkeypatch):
 def test_the_old_name_of_the_allocator_s_settings_is_the_user_s_too(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     assert "PYTORCH_ALLOC_CONF" not in ours()
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "10000"), ("7", "7")])
+def test_a_command_that_computes_in_its_own_process_spins_as_shortly(before, after, monkeypatch):
+    """It sets the variable before torch loads the library that reads it."""
+    lines = (
+        "import os, sys",
+        "from lockstep_gpt import cli",
+        "cli.end_process = lambda _: print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)",
+        "cli.run()",
+    )
+    if before is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", before)
+    words = [sys.executable, "-c", "\n".join(lines), "--version"]
+    out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert out.splitlines()[-1] == f"{after} False"

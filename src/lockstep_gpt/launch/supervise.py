@@ -12,6 +12,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
+from lockstep_gpt.processes import SHORT_SPINS
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
@@ -23,8 +24,6 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
-# For GNU OpenMP: a thread that waits for others leaves its core to other programs sooner.
-SHORT_SPINS = {"GOMP_SPINCOUNT": "10000"}  # GNU's own: 300,000
 # For CUDA: segments grow, so blocks of other sizes, as in a validation, don't fragment memory.
 GROWING_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 OLD_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"  # still read, if the new name is not set
