@@ -3,9 +3,10 @@
 
 usage: python3 scripts/dev.py COMMAND [arguments]
   train [overrides]       train; prepare, generate, and all other commands work the same way
-  test [pytest options]   run lint, types, and tests, also if one of them fails; the first time,
-                          this also installs what the tests and the extras need
-  test --changed          the same, but only the tests of files that differ from the last commit
+  test [pytest options]   run lint, types, and the fast tests, even if one of them fails; the first
+                          time, this installs what the tests and the extras need, too
+  test --all              the same with all tests
+  test --changed          the same with all tests of files that differ from the last commit
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
                           the project needs; each set has its own environment
   lint                    only lint and types
@@ -28,15 +29,17 @@ from pathlib import Path
 from environments import POSIX, ROOT, SETS, Environment, optional_dependencies, refuse, say
 
 TEST_HELP = """\
-usage: python3 scripts/dev.py test [--changed] [--versions SET] [pytest options]
+usage: python3 scripts/dev.py test [--all | --changed] [--versions SET] [pytest options]
        python3 scripts/dev.py lint
 
-Run lint, types, and tests, also if one of them fails; the last line says which did, and the exit
-status is then 1. Without options, run all tests; with files of tests, run only these. `lint` runs
+Run lint, types, and tests, even if one of them fails; the last line says which did, and the exit
+status is then 1. Without options, run the fast tests: all but those marked slow. Tests that you
+choose, by path, -k, or -m, run in any case; files of tests run without lint and types. `lint` runs
 only lint and types.
 
-  --changed               only the tests of files that differ from the last commit, new files
-                          included: of src/NAME/model/gpt.py, for example, tests/model/test_gpt.py
+  --all                   all tests, before you release or deploy
+  --changed               all tests of files that differ from the last commit, new files included:
+                          of src/NAME/model/gpt.py, for example, tests/model/test_gpt.py
   --versions SET          oldest, pinned (the default), or newest versions of what the project
                           needs; each set has its own environment; lint and types only with pinned
 
@@ -56,8 +59,11 @@ only install what the project and its extras need, as every command of dev.py do
 
 # Options of pytest that exclude our -n, among them `-m gpu`, because tests would share the GPUs.
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
-SECONDS = "test-seconds"  # the time of all tests when they last passed
-PER_TEST = 0.3  # seconds on one core, if they have never passed
+CHOOSING = ("-k", "-m", "--lf", "--last-failed", "--ff", "--deselect", "--pyargs")
+FAST = ["-m", "not slow"]
+SECONDS = "test-seconds"  # the time of all tests, or all fast ones, when they last passed
+# Seconds of all processes, divided by the number of test functions, if they have never passed.
+PER_TEST = {"all": 0.3, "fast": 0.1}
 LINT = {"lint": [["ruff", "check"], ["ruff", "format", "--check"]], "types": [["mypy"]]}
 WRITERS = ("scripts/settings.py", "scripts/architecture.py")  # of what is generated in docs/
 # Tests of files without a mirror in the tree of tests, besides those that name them.
@@ -152,30 +158,42 @@ def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":
 
 def check(environment: Environment, options: "list[str]") -> int:
     """Run lint, types (both with the pins only), and tests; of named files, only the tests."""
-    is_whole = not options
     names_files = any((ROOT / option.partition("::")[0]).is_file() for option in options)
-    if "--changed" in options:
-        options = changed_tests() + [option for option in options if option != "--changed"]
-        say(f"of what has changed: {' '.join(options) or 'no tests, only lint and types'}")
-    spread = ["-n", "auto"]
-    if any(option.startswith(OWN_PROCESSES) for option in options):
-        spread = []
+    chosen = _chosen_tests(options)
+    spread = [] if any(option.startswith(OWN_PROCESSES) for option in options) else ["-n", "auto"]
     pinned = environment.versions == "pinned"
     checks = {}
     if pinned and not names_files:
         checks.update(LINT)
-    if is_whole or options:
-        checks["tests"] = [["pytest", *spread, "--durations=10", *options]]
+    if chosen is not None:
+        checks["tests"] = [["pytest", *spread, "--durations=10", *chosen]]
     say(f"{environment.versions} versions: {environment.describe()}")
-    seconds = environment.folder / SECONDS
+    kind = "fast" if chosen == FAST else "all"
+    is_whole = chosen in ([], FAST)
+    seconds = environment.folder / f"{SECONDS}-{kind}"
     if is_whole:
         before = "lint, types and " if pinned else ""
-        say(f"{before}all tests: about {_estimate(seconds) / 60:.0f} minutes")
+        after = "; all tests: --all" if kind == "fast" else ""
+        say(f"{before}{kind} tests: about {_estimate(seconds, kind) / 60:.0f} minutes{after}")
     started = time.monotonic()
     status = run_checks(environment, checks)
     if is_whole and not status and environment.versions in SETS:  # not into a folder of the system
         seconds.write_text(str(time.monotonic() - started))
     return status
+
+
+def _chosen_tests(options: "list[str]") -> "list[str] | None":
+    """Return pytest's options for the tests to run; None if no test is to run."""
+    others = [option for option in options if option not in ("--all", "--changed")]
+    if "--changed" in options:
+        files = changed_tests()
+        say(f"of what has changed: {' '.join(files) or 'no tests, only lint and types'}")
+        return files + others if files else None
+    paths = (option.partition("::")[0] for option in others if not option.startswith("-"))
+    chooses = any(option.startswith(CHOOSING) for option in others)
+    if "--all" in options or chooses or any((ROOT / path).exists() for path in paths):
+        return others
+    return FAST + others
 
 
 def run_checks(environment: Environment, checks: "dict[str, list[list[str]]]") -> int:
@@ -217,12 +235,12 @@ def _to_the_end(words: "list[str]") -> int:
     return 128 - status if status < 0 else status
 
 
-def _estimate(seconds: Path) -> float:
-    """Return the seconds that all tests took here the last time, or an estimate."""
+def _estimate(seconds: Path, kind: str) -> float:
+    """Return the seconds that the tests of a kind took here the last time, or an estimate."""
     if seconds.is_file():
         return float(seconds.read_text())
     tests = sum(path.read_text("utf-8").count("\ndef test_") for path in ROOT.glob("tests/**/*.py"))
-    return tests * PER_TEST * 2 / (os.cpu_count() or 1)
+    return tests * PER_TEST[kind] * 2 / (os.cpu_count() or 1)
 
 
 def changed_tests() -> "list[str]":

@@ -304,7 +304,7 @@ def test_without_an_environment_tests_run_with_the_active_python(tmp_path):
     assert (status, out) == (0, "pytest --durations=10 -m gpu\n")
     assert f"dev.py: active versions: Python {platform.python_version()}\n" in err
     assert not (root / ".venv").exists()
-    status, out, _ = dev(root, "test", **active(root))
+    status, out, _ = dev(root, "test", "--all", **active(root))
     assert (status, out) == (0, "pytest -n auto --durations=10\n")
 
 
@@ -347,18 +347,36 @@ def test_tests_for_gpus_run_without_a_network(project, tmp_path, has_environment
 
 @pytest.mark.parametrize("options", [["-n", "3"], ["-n0"], ["--pdb"]])
 def test_test_leaves_the_number_of_processes_to_who_chose_it(project, options):
-    _, out, _ = dev(project, "test", *options)
+    _, out, _ = dev(project, "test", "--all", *options)
     assert out.splitlines()[-1] == " ".join(["pytest", "--durations=10", *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [([], True), (["-x"], True), (["-n", "3"], True), (["--all"], False), (["-k", "a"], False)],
+)
+def test_slow_tests_run_if_all_or_chosen_tests_do(project, options, left_out):
+    _, out, _ = dev(project, "test", *options)
+    assert ("-m not slow" in out) == left_out
+    assert "--all" not in out
+    (project / "tests/model").mkdir(parents=True, exist_ok=True)
+    assert "not slow" not in dev(project, "test", "tests/model", *options)[1]
 
 
 def test_all_tests_are_announced_with_the_time_they_took_before(project):
     (project / "tests").mkdir(exist_ok=True)
     (project / "tests/test_many.py").write_text("\ndef test_it(): pass\n" * 3000)
-    guessed = dev(project, "test")[2]
+    guessed = dev(project, "test", "--all")[2]
     minutes = round(3000 * 0.3 * 2 / os.cpu_count() / 60)
     assert f"lint, types and all tests: about {minutes} minutes\n" in guessed
-    assert "all tests: about 0 minutes\n" in dev(project, "test")[2]
-    assert "all tests" not in dev(project, "test", "-k", "one")[2]
+    took = project / ".venv/test-seconds-all"
+    assert 0 < float(took.read_text()) < 300
+    took.write_text("125.0")
+    assert "all tests: about 2 minutes\n" in dev(project, "test", "--all")[2]
+    minutes = round(3000 * 0.1 * 2 / os.cpu_count() / 60)
+    expected = f"lint, types and fast tests: about {minutes} minutes; all tests: --all\n"
+    assert expected in dev(project, "test")[2]  # the time of all tests says nothing about them
+    assert " tests: about" not in dev(project, "test", "-k", "one")[2]
 
 
 CHANGES = {
