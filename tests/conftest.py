@@ -320,12 +320,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
-    # Each worker of pytest-xdist starts with a section of all tests. Files of long tests come first
-    # in it; otherwise, one of them would run alone at the end.
+    # Each worker of pytest-xdist starts with a section of all tests. Files with slow tests begin
+    # it; otherwise, one of them would run alone at the end.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.get_closest_marker("long")]
-    files = [list(of_file) for _, of_file in itertools.groupby(long, lambda item: item.path)]
-    rest = iter([item for item in items if not item.get_closest_marker("long")])
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    first = [item for item in items if item.path in slow]
+    files = [list(of_file) for _, of_file in itertools.groupby(first, lambda item: item.path)]
+    rest = iter([item for item in items if item.path not in slow])
     left = len(items)
     items.clear()
     for number in range(workers):

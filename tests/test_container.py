@@ -85,6 +85,7 @@ def copied(steps) -> set[str]:
     return {name for words in words_of(steps, "COPY") for name in shlex.split(words)[1:-1]}
 
 
+@pytest.mark.slow
 def test_copied_files_exist_and_suffice_for_the_command(steps, tmp_path):
     for name in sorted(copied(steps)):
         paths = list(ROOT.glob(name))

@@ -32,6 +32,7 @@ class Fails(lightning.Callback):
 CALLBACK = "+callbacks.fails._target_=fails.Fails"
 
 
+@pytest.mark.slow
 def test_a_run_without_streams_ignores_hangups_and_reports_its_failure(
     command, wait_for, processes_of
 ):
@@ -57,6 +58,7 @@ class Endless(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_also_ends_the_reader_of_the_output_saves(command, wait_for):
     (command.folder / "endless.py").write_text(ENDLESS)
     callback = "+callbacks.endless._target_=endless.Endless"

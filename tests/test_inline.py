@@ -49,6 +49,7 @@ def state():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize(
     ("end", "status"), [(None, 0), ("Raises", 1), ("Stops", 128 + signal.SIGTERM), ("Late", 1)]

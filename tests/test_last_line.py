@@ -104,12 +104,14 @@ EXCEPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "cause"), EXCEPTIONS.items())
 def test_any_exception_is_named_by_its_class(ending, how, cause):
     reason, _ = ending(how, "launch.inline=true")
     assert reason == f"{cause}; step 2 is saved; to continue"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_that_leaves_the_others_is_named(ending):
     reason, _ = ending("exit_quietly", *TWO, rank=1)
@@ -131,6 +133,7 @@ def test_a_run_whose_ranks_all_leave_early_is_not_done(ending):
     assert reason == f"{cause}; step 2 is saved; to continue"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_after_the_agent_was_killed_the_printed_command_goes_on(ending, command):
     reason, words = ending("kill_agent", "launch.max_restarts=0", "max_steps=6", run="my run")

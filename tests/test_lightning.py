@@ -48,6 +48,7 @@ def rows_of(command, run="run"):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_stop_by_a_metric_ends_two_ranks_and_can_be_resumed(command, users_code):
     stop = f"+callbacks.stop._target_={CALLBACKS}.EarlyStopping"

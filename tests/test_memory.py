@@ -94,6 +94,7 @@ def assert_undisturbed(command):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_killed_ranks_continue_from_memory_and_read_no_checkpoint(train, command):
     words = ["checkpoint.every=5"]
     printed = train("7:0:damage", "8:1:kill", "17:0:kill", words=words)
@@ -103,6 +104,7 @@ def test_killed_ranks_continue_from_memory_and_read_no_checkpoint(train, command
     assert folders(command) == []
 
 
+@pytest.mark.slow
 def test_a_command_that_was_killed_continues_from_memory_on_another_number_of_ranks(train, command):
     exact = ["batch.exact_micro_size=2", "launch.max_restarts=0"]
     printed = train("14:1:kill", words=exact, status=1)
@@ -121,6 +123,7 @@ def test_a_command_that_was_killed_continues_from_memory_on_another_number_of_ra
     assert folders(command) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["is not a folder", "is a link to /nowhere, which is missing"])
 def test_a_folder_that_cannot_take_checkpoints_is_refused_and_memory_stays(train, command, cause):
     """Its next save would fail, and the state in memory would be lost, too."""
@@ -142,6 +145,7 @@ def test_a_folder_that_cannot_take_checkpoints_is_refused_and_memory_stays(train
     assert "continues from step 12, kept in memory" in output(command(*resume, **place))
 
 
+@pytest.mark.slow
 def test_a_newer_checkpoint_comes_before_memory(train):
     printed = train("14:0:kill", words=["checkpoint.memory=6", "checkpoint.every=13"])
     assert "kept in memory" not in printed
@@ -152,6 +156,7 @@ def test_memory_is_released_when_a_run_has_failed(train, command):
     assert folders(command) == []
 
 
+@pytest.mark.slow
 def test_memory_stays_when_the_command_is_killed_and_is_released_when_it_stops(command, wait_for):
     words = (*TWO, "checkpoint.memory=2", "max_steps=4000", "log_every=1", "run_dir=run")
     log = command.folder / "run/train.log"
@@ -177,6 +182,7 @@ def test_memory_stays_when_the_command_is_killed_and_is_released_when_it_stops(c
     assert folders(command) == []
 
 
+@pytest.mark.slow
 def test_one_rank_keeps_its_state_only_if_asked(command, train):
     words = ["trainer.devices=1"]
     printed = train("8:0:kill", words=words)
@@ -185,6 +191,7 @@ def test_one_rank_keeps_its_state_only_if_asked(command, train):
     assert "memory  " not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "line"),
     [

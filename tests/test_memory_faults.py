@@ -42,6 +42,7 @@ def train(command):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shm", "line"),
     [
@@ -77,6 +78,7 @@ class Fills(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_number_takes_all_that_is_left_in_shared_memory(train):
     assert "memory     the newest state, every 3 steps" in train("size=1m", "checkpoint.memory=3")
     assert "off: /dev/shm has no room for" in train(

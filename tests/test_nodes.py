@@ -145,6 +145,7 @@ def weights(folder, step=20):
     return torch.load(folder / f"checkpoints/step={step:06d}.ckpt")["state_dict"]
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
     command, _ = two
     run = command.folder / "runs/nodes"
@@ -155,6 +156,7 @@ def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
     assert command.summary("runs/nodes")["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_two_nodes_of_torchrun_reach_each_other_where_their_own_names_are_loopback(nodes, two):
     command, _ = two
     run = command.folder / "runs/torchrun_nodes"
@@ -208,6 +210,7 @@ def training(nodes, command, wait_for):
         process.communicate(timeout=240)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_brings_both_nodes_back(training, processes_of, kill, wait_for):
     run, _ = training()
     kill(max(processes_of(run)))
@@ -215,6 +218,7 @@ def test_a_killed_rank_brings_both_nodes_back(training, processes_of, kill, wait
     wait_for(lambda: steps(run) > before + 30)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for):
     run, processes = training("strategy.timeout_seconds=60")
     nodes.link(1, "down")
@@ -229,6 +233,7 @@ def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for)
     assert not any("restarting" in stderr for stderr in errors)
 
 
+@pytest.mark.slow
 def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
     run, _ = training("strategy.timeout_seconds=6")
     nodes.link(1, "down")
@@ -238,6 +243,7 @@ def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
     wait_for(lambda: steps(run) > before + 30)
 
 
+@pytest.mark.slow
 def test_the_run_continues_without_a_lost_node(training, nodes, command, wait_for):
     late = "strategy.timeout_seconds=8"  # the rendezvous notices after 3 s
     run, processes = training("launch.min_nodes=1", late, *EXACT)
@@ -257,6 +263,7 @@ def test_the_run_continues_without_a_lost_node(training, nodes, command, wait_fo
         assert command.summary("whole")["weights"] == {str(step): ours[step] for step in ours}
 
 
+@pytest.mark.slow
 def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
     # Long enough for ranks to start on a busy machine, which isn't a stall.
     limits = ("guard.stall_after=15", "launch.join_seconds=10", "launch.grace_seconds=1")
@@ -277,6 +284,7 @@ def memory_of(process, run):
     return folder
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_newest_state_gets_it_from_another(
     training, processes_of, kill, wait_for
 ):
@@ -293,6 +301,7 @@ def test_a_machine_without_the_newest_state_gets_it_from_another(
     assert [*memory_of(started[0], run).glob("*.[01]")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [(), SHARDED], ids=["ddp", "fsdp2"])
 def test_the_rest_of_the_machines_continues_from_memory(training, nodes, wait_for, strategy):
     late = "strategy.timeout_seconds=8"
@@ -314,6 +323,7 @@ def assert_undisturbed(run, command, *words):
     assert {str(step): ours[step] for step in ours}.items() <= theirs.items()
 
 
+@pytest.mark.slow
 def test_a_replaced_machine_gets_its_shards_from_the_other(training, nodes, command, wait_for):
     run, started = training(*SHARDED, *MEMORY, function="apart")
     before = steps(run)
@@ -353,6 +363,7 @@ def test_a_late_first_node_is_reported_as_a_temporary_failure(nodes, command):
     assert "after 1 s it lacks config.yaml; check" in stderr
 
 
+@pytest.mark.slow
 def test_a_missing_node_is_reported(nodes, command):
     (status,), (stderr,) = ended(nodes.start(command, 0, "run_dir=run", "launch.join_seconds=5"))
     assert status == 1

@@ -1,5 +1,6 @@
 """Training from Python, as in a notebook: the command's numbers, with and without its files."""
 
+import argparse
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ EXACT = "batch.exact_micro_size=2"
 # Cells of a notebook in a real Jupyter kernel; each must print the same loss.
 CELLS = (
     """
+import argparse
 import json
 from lockstep_gpt import cli
 from lockstep_gpt.notebook import build, compose
@@ -94,7 +96,8 @@ def test_a_run_directory_has_what_the_command_writes(command, words, expected):
 
 @pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
 def test_a_test_returns_its_loss_and_adds_no_row(command, words, folder):
-    module, data, trainer = build(compose(*words, "data.test_fraction=0.1", *folder))
+    text = ["data=text", f"data.path={argparse.__file__}", "data.test_fraction=0.1"]
+    module, data, trainer = build(compose(*words, *text, *folder))
     trainer.fit(module, data)
     rows = [path.read_text() for path in command.folder.glob("run/metrics.csv")]
     (result,) = trainer.test(module, data, verbose=False)
@@ -150,7 +153,7 @@ def test_what_cannot_work_in_one_process_is_refused_in_one_line(words, override,
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_jupyter_kernel_trains_here_and_on_two_ranks_with_equal_losses(
     command, words, expected, monkeypatch
 ):

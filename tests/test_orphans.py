@@ -154,6 +154,7 @@ IN_TRAINING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "moment", "victim"), EARLY)
 def test_a_kill_at_the_start_leaves_no_process(launch, wait_for, expect_end, how, moment, victim):
     run = launch(how, real=True)
@@ -162,6 +163,7 @@ def test_a_kill_at_the_start_leaves_no_process(launch, wait_for, expect_end, how
     expect_end(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "moment", "victim"), EARLY_FORKS)
 def test_a_kill_before_training_leaves_no_fork(launch, wait_for, expect_end, how, moment, victim):
     run = launch(how)
@@ -170,6 +172,7 @@ def test_a_kill_before_training_leaves_no_fork(launch, wait_for, expect_end, how
     expect_end(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "victims"), IN_TRAINING)
 def test_kills_in_training_leave_no_process(launch, wait_for, expect_end, how, victims):
     run = launch(how)
@@ -179,6 +182,7 @@ def test_kills_in_training_leave_no_process(launch, wait_for, expect_end, how, v
     expect_end(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [["rank"], ["service of wandb", "command"], ["command"]])
 def test_kills_leave_no_service_of_wandb(launch, wait_for, expect_end, victims):
     run = launch("cold", *WANDB)

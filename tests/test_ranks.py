@@ -57,6 +57,7 @@ def test_only_rank_zero_speaks(two):
     assert len(re.findall("DDPStrategy over gloo", screen)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_ranks_change_double_precision_weights_by_rounding_only(command):
     for ranks in (1, 2, 3):
@@ -101,6 +102,7 @@ class Faults(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
     (command.folder / "faults.py").write_text(FAULTS)
@@ -143,6 +145,7 @@ class Normed(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_statistics_of_batchnorm_count_only_training_batches(command, ranks):
@@ -174,6 +177,7 @@ def test_signal_stops_all_ranks_at_one_step(command, wait_for_checkpoint, proces
     assert not processes_of(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_multirun_starts_a_run_of_two_ranks_for_each_job(command):
     words = [

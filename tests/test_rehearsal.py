@@ -42,6 +42,7 @@ def ended(processes):
     return [process.returncode for process in processes], outputs
 
 
+@pytest.mark.slow
 def test_two_commands_at_a_loopback_address_give_the_weights_of_two_ranks(two):
     command, _ = two
     statuses, outputs = ended(start_both(command, "runs/rehearsal"))
@@ -65,6 +66,7 @@ GRACE = 5  # seconds
 STOP_SECONDS = 15  # a machine that waits for one that is gone would take `launch.join_seconds`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_ctrl_c_on_one_machine_ends_both_after_a_save(command, wait_for_checkpoint, node):
     run = command.folder / "run"
@@ -87,6 +89,7 @@ def test_a_ctrl_c_on_one_machine_ends_both_after_a_save(command, wait_for_checkp
         assert "restarting" not in out + err
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_on_one_machine_ends_the_other_too(command, wait_for_checkpoint):
     (command.folder / "hanging.py").write_text(HANGING)
     hang = "+callbacks.hanging._target_=hanging.Hanging"

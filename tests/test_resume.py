@@ -60,6 +60,7 @@ def test_resumed_metrics_have_no_gap_and_no_double_step(resumed, finished):
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "15", "20"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_run_killed_between_validation_and_save_loses_no_validation(finished, command):
     after_validation = KILL.replace("on_train_batch_start", "on_validation_end")
@@ -79,6 +80,7 @@ def test_changed_settings_of_a_resume_are_shown_and_kept(resumed):
     assert not (command.folder / "run/failed.json").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_with_accumulation_validates_at_the_steps_of_an_undisturbed_run(command):
     keep = ("checkpoint.every=6", "checkpoint.keep_last=9", "val_every=4", "batch.micro_size=2")
     command.train("run_dir=run", *keep, "log_every=1", "launch.inline=true")
@@ -92,6 +94,7 @@ def test_a_resume_with_accumulation_validates_at_the_steps_of_an_undisturbed_run
     assert validated == ["4", "8", "12", "16", "20"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), ("batch.global_size=null",)])
 @pytest.mark.usefixtures("quick_ranks")
 def test_resume_at_another_world_size_gives_the_same_losses(finished, command, batch):
@@ -175,6 +178,7 @@ def corpus(command):
     return folder, ("data=text", *data, "optim.decay=constant")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_data(command, corpus):
     folder, words = corpus
     command.train(*words, "run_dir=whole")
@@ -213,6 +217,7 @@ def test_samples_are_counted_not_computed_from_the_batch_of_today(command):
 FORCED = ("run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
 
 
+@pytest.mark.slow
 def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     words = ("launch.inline=true", "max_steps=12")
@@ -230,6 +235,7 @@ def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finish
     assert "keeps its settings, but got model.n_layer=4 instead of 3" in changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "line"),
     [("optim.algorithm=muon", "loaded 28 weights"), ("data.val_fraction=0.5", "")],
@@ -347,6 +353,7 @@ def test_without_a_valid_checkpoint_no_run_starts_over(command, checkpoints):
     assert len(list(checkpoints.glob("*.ckpt"))) == 2
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_the_run_it_started(command):
     words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
     command("train", *words, "resume=auto", "launch.inline=true")
@@ -357,6 +364,7 @@ def test_the_same_command_resumes_the_run_it_started(command):
     assert stdout.startswith("run is done")  # with its later number of steps
 
 
+@pytest.mark.slow
 def test_a_sweep_resumes_its_jobs(command):
     words = ("--multirun", "optim.lr=1e-3,2e-3", "run_dir=sweep", "resume=auto")
     command.train(*words)
@@ -370,6 +378,7 @@ def test_a_sweep_resumes_its_jobs(command):
     assert [f"{loss:.4f}" in stdout.rpartition("job  exit")[2] for loss in losses] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_save_restarts_as_frozen(finished, command):
     (command.folder / "run").mkdir()
     frozen = finished[0].folder / "runs/first/config.yaml"
@@ -454,6 +463,7 @@ MEMORY = "checkpoint.memory=false"
 FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=60", "val_every=30", MEMORY, *SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("ranks", [["launch.inline=true"], ["trainer=cpu", "trainer.devices=2"]])
 @pytest.mark.parametrize("every", LINES)

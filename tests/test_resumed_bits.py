@@ -87,6 +87,7 @@ def check(folder, weights):
         assert_equal_bits(ours[part], theirs[part])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "64-true"])
 def test_a_resume_has_the_saved_bits_in_any_precision(new_run, tmp_path, precision, algorithm):
@@ -100,6 +101,7 @@ def test_a_resume_has_the_saved_bits_in_any_precision(new_run, tmp_path, precisi
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_resume_of_shards_has_the_saved_bits(new_run, tmp_path, on_ranks, precision, algorithm):
@@ -118,6 +120,7 @@ def test_a_resume_of_shards_has_the_saved_bits(new_run, tmp_path, on_ranks, prec
     check(tmp_path, {name: torch.tensor(values) for name, values in results[0].items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_resume_on_ranks_has_the_saved_bits(new_run, tmp_path, on_ranks, world, precision):

@@ -103,6 +103,7 @@ def stops(command):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_every_tracker_gets_the_numbers_of_a_run_that_never_stopped(
     command, stops, records, wait_for
@@ -123,6 +124,7 @@ def test_every_tracker_gets_the_numbers_of_a_run_that_never_stopped(
     assert rows_of_tensorboard(run) == rows_of_tensorboard(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_fewer_ranks_log_the_same_bits_with_sums_in_one_order(command, stops):
     words = ["batch.exact_micro_size=2", "log_every=3", "checkpoint.every=4", "trainer=cpu"]
@@ -136,6 +138,7 @@ def test_fewer_ranks_log_the_same_bits_with_sums_in_one_order(command, stops):
     assert rows(command.folder / "run") == rows(command.folder / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_restart_from_memory_changes_no_number(command, stops, optimizer):

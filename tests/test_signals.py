@@ -80,6 +80,7 @@ def ended(process):
     return process.returncode, out
 
 
+@pytest.mark.slow
 def test_signals_during_the_save_change_nothing_for_any_process(
     command, start, let_wait, go_on, wait_for_checkpoint, processes_of
 ):
@@ -121,6 +122,7 @@ def test_only_an_explicit_second_interrupt_stops_without_a_save(
     assert command.summary("run")["saved"] is False
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_works(
     command, start, let_wait, go_on
 ):
@@ -196,6 +198,7 @@ def is_rank(pid):
     return b"rank_program" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.usefixtures("start")  # for its callback
 def test_a_paused_run_continues_to_the_same_bits(command, let_wait, go_on, wait_for, processes_of):
@@ -253,6 +256,7 @@ guards.on_train_end()
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_stalls_does_not_count_a_pause(command, wait_for):
     process = command.start_python("-c", GUARDED)
     wait_for((command.folder / "ready").exists)

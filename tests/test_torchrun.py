@@ -44,7 +44,7 @@ def undisturbed(finished, tmp_path_factory):
     return command.summary("whole")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--standalone",)], ids=["default", "standalone"])
 def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
     undisturbed, command, torchrun, ranks_of, wait_for_checkpoint, kill, options
@@ -63,6 +63,7 @@ def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
     assert ended["weights"]["60"] == undisturbed["weights"]["60"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_torchrun_saves_and_the_run_continues(command, torchrun, wait_for_checkpoint):
     process = torchrun("max_steps=99999", "run_dir=run")
     wait_for_checkpoint(command.folder / "run")

@@ -95,6 +95,7 @@ def test_growing_batch_scales_the_learning_rate(command):
     assert "8 steps = 4,096 tokens" in out
 
 
+@pytest.mark.slow
 def test_signal_saves_and_exits_with_its_number(command, wait_for_checkpoint, processes_of):
     process = command.start(*command.smoke("max_steps=100000", "run_dir=runs/long"))
     wait_for_checkpoint(command.folder / "runs/long")
@@ -119,6 +120,7 @@ class Hangs(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(
     command, wait_for, wait_for_checkpoint
 ):
@@ -166,6 +168,7 @@ def test_a_stop_before_the_first_save_is_reported(command, wait_for):
     assert out.splitlines()[-1].startswith(line)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_signal_ends_the_whole_sweep(command, wait_for_checkpoint):
     words = ("--multirun", "seed=1,2,3", "max_steps=100000", "run_dir=sweep")
@@ -258,6 +261,7 @@ def test_rank_that_raises_is_shown_and_recorded(command):
     assert command.summary("runs/broken")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_debug_preset_trains_five_steps_with_profile_and_anomaly_detection(command):
     words = ["train", "experiment=[smoke,debug]", f"data.root={command.data_root}", "run_dir=run"]
     stdout = command(*words).stdout

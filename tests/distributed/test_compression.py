@@ -61,6 +61,7 @@ def test_an_unknown_compression_is_rejected_with_the_known_ones():
         Config(max_steps=1, strategy={"comm_hook": "no_such"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_run_with_an_error_memory_resumes_only_if_forced(command):
     words = ("trainer=cpu", "trainer.devices=2", "strategy.comm_hook=powersgd", "run_dir=run")

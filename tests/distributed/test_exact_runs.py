@@ -20,6 +20,7 @@ class Kill(lightning.Callback):
 FOUR = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_threads_on_other_numbers_of_devices(command):
     words = ["batch.exact_micro_size=2", "optim.decay=constant", "optim.warmup_steps=0"]
     every = ["checkpoint.every=2", "val_every=2", "model.dropout=0.1"]
@@ -37,6 +38,7 @@ def test_a_resumed_run_keeps_its_threads_on_other_numbers_of_devices(command):
     assert [*found] == ["2", "4", "6"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_muon_keeps_its_bits_when_ranks_share_it_and_one_dies_in_the_exchange(command):
     (command.folder / "kill.py").write_text(KILL)

@@ -207,6 +207,7 @@ def gradients_on(rank, world, total, ddp=True):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("total", "worlds"), [(8, (1, 2, 4, 8)), (12, (1, 3, 6)), (5, (5,))])
 def test_ranks_get_the_bits_of_one_rank(on_ranks, total, worlds):
     (expected,) = on_ranks(1, lambda rank: gradients_on(rank, 1, total, ddp=False))

@@ -84,6 +84,7 @@ def continued(finished, tmp_path_factory):
     return source, command.summary("run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [
@@ -98,6 +99,7 @@ def test_a_run_of_shards_resumes_under_another_strategy(command, sharded, contin
     assert_same_losses(command.summary("run"), continued[1])
 
 
+@pytest.mark.slow
 def test_a_run_continues_in_its_folder_under_one_strategy_after_the_other(command, continued):
     source, expected = continued
     shutil.copytree(source, command.folder / "run")
@@ -203,6 +205,7 @@ BATCH = {1: "batch.global_size=8", 3: "batch.global_size=9"}
 TOLERANCE = {1: 2e-5, 3: 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 3])
 def test_shards_of_two_ranks_resume_on_any_number(in_parts, command, continued, devices):
     place = ("trainer=cpu", f"trainer.devices={devices}", f"strategy={STRATEGY[devices]}")
@@ -243,6 +246,7 @@ class Kill(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_killed_rank_leaves_no_trace_in_shards(command):
     (command.folder / "killer.py").write_text(KILL)
     words = (*SHARDED, "model.dropout=0.1", "model.activation_checkpointing=true")
@@ -264,6 +268,7 @@ class Break(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_broken_gradient_in_one_share_skips_the_update_of_all(command):
     (command.folder / "breaker.py").write_text(BREAK)
     words = ("+callbacks.break._target_=breaker.Break", "guard.max_skipped=1", "run_dir=run")
@@ -286,6 +291,7 @@ def test_blocks_in_bfloat16_come_close(command, finished):
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_in_bf16_mixed_round_as_under_ddp(command):
     modern = ("optim=muon", "model.architecture=modern", "model.bias=false")
     words = (*modern, "precision=bf16-mixed", "trainer=cpu", "trainer.devices=2")

@@ -85,6 +85,7 @@ def test_a_machine_without_room_still_gives_its_own_bytes(on_ranks):
     assert results[0] == content_of(3).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silence", [0, 10], ids=["killed", "silent"])
 def test_nobody_waits_forever_for_a_lost_neighbor(on_ranks, silence):
     def exchange(rank):

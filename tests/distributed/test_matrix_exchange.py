@@ -57,6 +57,7 @@ def exchanged(rank, world_size, dtype):
     return equal, shapes_computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_results_on_shards_have_the_bits_of_whole_matrices(on_ranks, world_size, dtype):

@@ -119,6 +119,7 @@ RESUMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_run_resumes_under_another_strategy_and_on_other_ranks(runs, command, name):
     source, *words = RESUMES[name]
@@ -127,6 +128,7 @@ def test_a_run_resumes_under_another_strategy_and_on_other_ranks(runs, command, 
     assert_same_losses(command.summary("run"), runs.summary("one"), 3e-5)
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_with_a_killed_rank_ends_with_the_bits_of_whole_checkpoints(runs, command):
     words = (*MUON, *CLIPPED, *MODERN, *SHARDED, "trainer.devices=4", "strategy.save_parts=true")
     kill = use(command, "kill", KILL)
@@ -152,6 +154,7 @@ def tensors_of(content):
     return [*content["state_dict"].items(), *values]
 
 
+@pytest.mark.slow
 def test_gpt2_in_bf16_mixed_gives_the_losses_of_one_device(command):
     words = (*MUON, "precision=bf16-mixed", "model.dropout=0")
     command.train(*words, "trainer.devices=1", "batch.micro_size=4", "run_dir=one")

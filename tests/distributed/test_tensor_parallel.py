@@ -47,6 +47,7 @@ def gradients(model, tokens, targets):
     return loss.detach(), grads, torch.rand(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_split_model_is_the_whole_one_in_float64(on_ranks, name, size):
@@ -173,6 +174,7 @@ def continued(finished, tmp_path_factory):
     return losses(command, "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [("trainer=cpu", "trainer.devices=1"), FOUR], ids=["one", "four"])
 def test_a_split_run_resumes_on_one_device_and_on_more_groups(command, split, continued, place):
     words = (f"resume={split[0].folder / 'run'}", "max_steps=30", *place, "run_dir=run")
@@ -186,6 +188,7 @@ def test_a_run_of_one_device_continues_in_its_folder_on_split_ranks(command, fin
     assert losses(command, "run") == pytest.approx(continued, abs=2e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_parts_of_shards_resumes_on_split_ranks(command, continued):
     shards = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2", "strategy.save_parts=true")
     command.train(*shards, "run_dir=parts")
@@ -206,6 +209,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model):
     words = (*ALL, *MODELS[model])
@@ -219,6 +223,7 @@ def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model)
     assert four == pytest.approx(one, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_split_run_with_muon_resumes_as_one_device_s(command):
     words = (*MODELS["modern-muon"], "checkpoint.every=10", "checkpoint.keep_last=3")
     command.train(*words, *TWO, "run_dir=two")
@@ -229,6 +234,7 @@ def test_a_split_run_with_muon_resumes_as_one_device_s(command):
         assert losses(command, run) == pytest.approx(losses(command, "two"), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_comes_close(command):
     words = (*ALL, *MODELS["modern"], "precision=bf16-mixed")
     command.train(*words, "trainer=cpu", "trainer.devices=1", "verbosity=quiet", "run_dir=one")
@@ -248,6 +254,7 @@ class Kill(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_trace(command):
     (command.folder / "killer.py").write_text(KILL)
     words = (*TWO, "model.dropout=0.1", "batch.micro_size=4", "max_steps=15")

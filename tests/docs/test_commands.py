@@ -127,6 +127,7 @@ def test_command_for_other_machines_composes_and_its_batch_divides(
     assert plan_schedule(config, batch).total_steps == config.max_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", LAUNCHED)
 def test_launcher_is_joined(command, line, python_of_forks, tutorial_words):
     words = tutorial_words(command.folder, shlex.split(line)[1:])
@@ -136,6 +137,7 @@ def test_launcher_is_joined(command, line, python_of_forks, tutorial_words):
     assert (status, len(re.findall(r"^step (\d+)/\1  val_loss", out, re.MULTILINE))) == (0, 1), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", dict.fromkeys(RUN_FOR.values()))
 def test_commands_of_a_page_run_in_order_and_print_the_receipts_shown(
     page, story, finished, two, commands_of_fixtures

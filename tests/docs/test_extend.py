@@ -71,6 +71,7 @@ def ends(copy, command, python_of_forks):
     return run
 
 
+@pytest.mark.slow
 def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
     assert (len(FILES), len(OF_FILES)) == (11, 11)
     for place, content in FILES:

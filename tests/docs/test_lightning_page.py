@@ -113,6 +113,7 @@ def test_callbacks_that_work_go_through_a_run(chosen, command):
         assert "Trainable params" in said
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 def test_the_notebook_s_cells_work(finished, command, monkeypatch, capsys):

@@ -111,6 +111,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command, python_of_forks):
     train, generate, *evaluate = COMMANDS
     alone = train.replace("trainer.devices=2", "trainer.devices=1").replace(

@@ -10,6 +10,7 @@ from lockstep_gpt.errors import UserError
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+@pytest.mark.slow
 def test_two_compiled_ranks_have_the_losses_of_eager_ones(compare_compiled):
     compare_compiled("gpt", chunked=False, recomputed=False)
 

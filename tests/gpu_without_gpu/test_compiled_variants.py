@@ -6,5 +6,6 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+@pytest.mark.slow
 def test_compiled_ranks_of_chunked_losses_and_recomputed_blocks_have_eager_losses(compare_compiled):
     compare_compiled("modern", chunked=True, recomputed=True)

@@ -33,6 +33,7 @@ def unfinished(state, bucket):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_hanging_all_reduce_shows_stacks_and_collectives(command, cold):
     (command.folder / "hanging.py").write_text(UNFINISHED)

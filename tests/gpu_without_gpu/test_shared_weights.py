@@ -91,6 +91,7 @@ def test_only_rank_zero_builds_the_whole_model(rank, monkeypatch):
         assert torch.equal(whole.head, model.head)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight")
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_blocks_share_one_graph_the_loss_has_another_and_nothing_is_compiled_again(

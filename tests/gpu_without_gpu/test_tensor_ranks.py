@@ -70,6 +70,7 @@ def test_a_block_adds_activations_four_times_per_micro_batch(new_run, shape, tab
     assert sums.calls == dict.fromkeys(range(4), 4 * LAYERS + tables + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_blocks_share_one_graph_and_nothing_is_compiled_again(new_run, graphs, shape):
@@ -81,6 +82,7 @@ def test_blocks_share_one_graph_and_nothing_is_compiled_again(new_run, graphs, s
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_compiled_ranks_have_the_losses_of_eager_ones(new_run, losses_on_two, shape):
     def losses(compiled):

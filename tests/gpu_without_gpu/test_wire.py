@@ -34,6 +34,7 @@ class Written(Callback):
             self.bytes = written() - self.before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "share"),
     [

@@ -32,6 +32,7 @@ def distance(config):
     return abs(math.log10(config.optim.lr / 3e-3))
 
 
+@pytest.mark.slow
 def test_it_finds_a_better_learning_rate_than_chance():
     tried = search("optim.lr=tag(log,interval(1e-6,1e-1))", job=distance, trials=30)
     assert len(tried) == 30

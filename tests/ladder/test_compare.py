@@ -8,6 +8,7 @@ import pytest
 LINE = "python scripts/ladder/compare.py trainer=cpu"
 
 
+@pytest.mark.slow
 def test_all_rungs_have_one_curve_on_one_and_two_ranks(shown):
     out = shown(LINE)
     rows = re.findall(r"^(\S.*?\S) +([12])  +\d+ .* (\S+)$", out, flags=re.MULTILINE)

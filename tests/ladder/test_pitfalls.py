@@ -21,6 +21,7 @@ def numbers(shown):
     return find
 
 
+@pytest.mark.slow
 def test_without_set_epoch_every_epoch_is_the_same(numbers):
     (_, same, size, _), (cured, _) = numbers("no set epoch")
     assert same == size

@@ -30,6 +30,7 @@ def known(text):
     return re.sub(r"^address under a launcher:.*\n.*\n.*\n", "", text, flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", RUN)
 def test_a_command_prints_the_output_quoted_below_it(line, shown):
     out = shown(line)

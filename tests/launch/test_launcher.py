@@ -53,6 +53,7 @@ def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined
     assert out.count("val_loss") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_joined_ranks_give_the_bits_of_one_rank(command, joined):
     words = command.smoke("batch.exact_micro_size=2", "model.dropout=0.1", "run_dir=joined")

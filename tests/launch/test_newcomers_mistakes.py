@@ -90,6 +90,7 @@ def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, mess
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["cli.py", "training/train.py"])
 def test_a_file_of_the_package_is_not_a_program_that_silently_does_nothing(file):
     done = subprocess.run(
@@ -107,6 +108,7 @@ def test_a_class_that_cannot_be_imported_is_named_once(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_torchrun_repeats_a_mistake_as_the_cause(command):
     words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lockstep_gpt"]
     process = command.start_python(*words, *command.smoke("trainer=cpu", "batch.global_size=7"))

@@ -131,6 +131,7 @@ def as_first_frozen(values):
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [unchanged, as_first_frozen])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_of_an_earlier_version_can_be_resumed_and_its_model_read(

@@ -132,6 +132,7 @@ def test_a_checkpoint_of_0_1_0_is_compared_by_what_its_settings_are_called_now()
         refuse_another_identity("the checkpoint", saved, other)
 
 
+@pytest.mark.slow
 def test_a_run_that_0_1_0_froze_resumes_with_the_same_bits(command, weights_of):
     run = command.folder / "runs/first"
     command("train", "experiment=smoke", "run_dir=runs/first", "checkpoint.keep_last=2")

@@ -93,6 +93,7 @@ def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
     assert output.index("remedy") < output.index("Traceback")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cause", "remedy"),
     [

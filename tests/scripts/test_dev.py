@@ -156,6 +156,7 @@ def test_the_exit_status_is_the_command_s(project):
     assert dev(project, "fail")[0] == 7
 
 
+@pytest.mark.slow
 def test_the_tests_packages_are_installed_with_the_first_test(tmp_path, quick_venv):
     root = plant(tmp_path / "project")
     stamps = []
@@ -188,6 +189,7 @@ def test_what_an_extra_needs_is_installed_with_the_project(tmp_path, quick_venv)
     assert installed(root) == ["more"]  # not `types`, no extra; nor `tests`, which needs nothing
 
 
+@pytest.mark.slow
 def test_what_was_installed_by_name_stays_when_requirements_change(tmp_path, quick_venv):
     root = plant(tmp_path / "project")
     optional(root, "more", "types")
@@ -227,6 +229,7 @@ def load(root: Path, monkeypatch):
     return importlib.import_module("dev")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_changed_requirements_are_installed_again(project, name):
     before = installations(project)
@@ -308,6 +311,7 @@ def test_without_an_environment_tests_run_with_the_active_python(tmp_path):
     assert (status, out) == (0, "pytest -n auto --durations=10\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["another checkout", "no plugin of pytest", "--versions"])
 def test_the_active_python_is_not_used(tmp_path, quick_venv, why):
     root = plant(tmp_path / "project")
@@ -452,6 +456,7 @@ def test_the_help_of_test_explains_changed_and_that_pytest_gets_the_rest(tmp_pat
     assert not (root / ".venv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )

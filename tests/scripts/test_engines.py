@@ -117,7 +117,7 @@ def first_step_of(run):
         return int(next(csv.DictReader(file))["trainer/step"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("start_of", STARTS)
 def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(
     start_of, command, wait_for, processes_of, kill, python_of_forks

@@ -143,6 +143,7 @@ def test_the_newest_versions_have_an_environment_per_day(root, monkeypatch):
     assert module.Environment().fingerprints() == module.Environment("oldest").fingerprints()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["uv", "uv fails, pip does it"])
 def test_uv_installs_if_it_is_available(root, tmp_path, monkeypatch, quick_venv, fails):
     log = tmp_path / "uv-calls"
@@ -201,6 +202,7 @@ dependencies = [
 """
 
 
+@pytest.mark.slow
 def test_real_installers_take_the_versions_of_each_set(root, installer, quick_venv):
     text = PROJECT.replace('version = "1"\n', f'version = "1"{NEEDS}')
     pins = '[tool.uv]\nconstraint-dependencies = ["needed==2.0"]\n'

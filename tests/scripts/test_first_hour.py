@@ -89,7 +89,7 @@ def clean(environment: dict[str, str]) -> dict[str, str]:
     return {**kept, **environment}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", "ABCDE")
 def test_a_stage_measures_everything(stage, tmp_path, python_of_forks):
     listing = [sys.executable, "-c", LIST]
@@ -126,6 +126,7 @@ def end_in_each_way(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_no_measurement_ends_or_outlasts_its_stage(tmp_path):
     end_in_each_way(tmp_path, "60")
     rows = {row["name"]: (row["status"], row["result"]) for row in measured(tmp_path)}
@@ -198,6 +199,7 @@ def recorded(monkeypatch, tmp_path):
     return words
 
 
+@pytest.mark.slow
 def test_the_commands_for_gpus_compose_and_their_batches_divide(recorded, capsys):
     """Dry runs replace the shapes; so this checks the real ones."""
     trains = 0
@@ -224,6 +226,7 @@ def test_the_commands_for_gpus_compose_and_their_batches_divide(recorded, capsys
     assert trains > 35
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path):
     words = [sys.executable, FOLDER / "run.py", "--out", tmp_path]

@@ -92,6 +92,7 @@ def test_the_train_job_runs_the_job_s_command(job):
     assert trainer.args[3:] == container.containers[0].args[3:]
 
 
+@pytest.mark.slow
 def test_a_replaced_pod_resumes_the_first_one_s_run(command, wait_for, python_of_forks):
     pod = [str(SCRIPT), "1", "0", "localhost:29500", "run"]
     words = command.smoke("trainer=cpu", "max_steps=100000")[1:]

@@ -17,7 +17,7 @@ import torch
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "ip")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(shutil.which(program, path=PATH) for program in PROGRAMS),
         reason="needs root, iproute2, and Debian's slurm-wlm and munge",
@@ -225,6 +225,7 @@ def ranks_of(run):
     return pids
 
 
+@pytest.mark.slow
 def test_job_that_was_hit_and_requeued_ends_with_the_same_bits(
     slurm, command, wait_for, kill, python_of_forks
 ):
@@ -268,6 +269,7 @@ def test_array_runs_a_line_of_the_sweep_in_each_task(slurm, command, wait_for):
     assert "start 1 of 3" not in output
 
 
+@pytest.mark.slow
 def test_tasks_of_plain_srun_are_ranks_of_one_run(slurm, command):
     words = command.smoke("trainer=cpu", "max_steps=10", "run_dir=run")
     program = [sys.executable, "-m", "lockstep_gpt", *words]

@@ -174,6 +174,7 @@ def test_answers_of_a_replay_are_checked_too(generate, defaults, tmp_path):
     assert not (tmp_path / "out" / "my-gpt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_odd_text_is_shown_unchanged_and_not_executed(text, generate, defaults, tmp_path):
     texts = dict.fromkeys(("project_name", "description", "author"), text)
@@ -195,6 +196,7 @@ def test_odd_text_is_shown_unchanged_and_not_executed(text, generate, defaults, 
     assert not list(tmp_path.rglob("hurt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_odd_text_is_metadata_that_a_wheel_can_have(text, made, tmp_path):
     project = made(tmp_path / "project", author=text, description=text, email="o'me+x@here.org")
@@ -268,6 +270,7 @@ NAMES = ["3D GPT", "12345", "1e3", "🚀", "~", "git", "torch", "class", "test",
 NAMES += ["A rather long name of a project that goes on and on", "x" * 60, "none", "Große Ω"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults_of_any_name_are_taken(name, generate, tmp_path):
     generate(tmp_path, "git_init=no", f"project_name={name}")

@@ -39,6 +39,7 @@ def everything(shared, once, baked):
     return once(shared / "compiled", make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_without_any_one_extra_a_project_collects_its_tests_and_trains(
     extra, everything, tmp_path, environment, mypy, python_of_forks

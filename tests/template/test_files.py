@@ -111,6 +111,7 @@ def in_places(name: str, extras: Iterable[str]) -> bool:
     return any(fnmatchcase(name.replace("my_gpt", "lockstep_gpt"), pattern) for pattern in patterns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_generated_files_are_git_s_without_the_template_s(chosen, baked, template, git, tree):
     wanted = EXTRAS if chosen == "all" else {chosen, *NEEDS.get(chosen, ())}
@@ -216,6 +217,7 @@ def test_without_a_license_none_is_mentioned(baked):
     assert "licen" not in (project / "README.md").read_text("utf-8").lower()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [{"license": "none"}, {"extras": "none"}, {"extras": "all"}])
 def test_its_tests_of_packaging_pass_for_all_choices(answers, baked, environment, python_of_forks):
     project = baked(**answers)
@@ -289,6 +291,7 @@ print("=", *statuses)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extras", ["none", "all"])
 def test_a_new_readme_has_only_commands_that_the_project_understands(
     extras, baked, environment, python_of_forks

@@ -79,6 +79,7 @@ def test_the_screen_shows_the_result_and_the_next_commands(generate, tmp_path, t
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
     generate, baked, template, tmp_path, tree, git
 ):
@@ -237,6 +238,7 @@ def test_nothing_is_written_through_a_link(name, generate, tmp_path, tree):
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", [">&-", "> /dev/full", "| true"])
 def test_a_project_is_generated_with_a_closed_screen(screen, generate, tmp_path, environment):
     words = [sys.executable, "-m", "cookiecutter", generate.template, "--no-input", "-o", tmp_path]

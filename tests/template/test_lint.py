@@ -41,6 +41,7 @@ def test_every_line_is_formatted(project, environment):
     assert check(project, environment, *words) == ""
 
 
+@pytest.mark.slow
 def test_types_are_right(project, environment, mypy):
     assert check(project, environment, *mypy(project)) == ""
 
@@ -64,6 +65,7 @@ class Greeting(Callback):
 '''
 
 
+@pytest.mark.slow
 def test_what_lightning_s_users_write_passes(baked, environment, mypy):
     project = baked(package_name="mine", project_slug="mine", extras="none")
     (project / "src/mine/greeting.py").write_text(OWN)

@@ -61,6 +61,7 @@ def test_command_names_of_dependencies_are_rejected_as_slug(defaults, pinned):
     assert [name for name in names if is_taken(defaults, project_slug=name.lower())] == []
 
 
+@pytest.mark.slow
 def test_no_slug_hides_a_command_of_a_new_environment(tmp_path, defaults):
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True)
     names = {path.name for path in (tmp_path / "bin").iterdir()}
@@ -94,6 +95,7 @@ def test_names_of_24_characters_and_of_one_are_taken(defaults):
     assert is_taken(defaults, package_name="x", project_slug="x")
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(package=PACKAGES, slug=SLUGS, author=LINES.map(lambda line: line.strip() or "x"))
 def test_every_accepted_package_name_can_be_imported(

@@ -65,6 +65,7 @@ CHANGED = [
 ]
 
 
+@pytest.mark.slow
 def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update, committed, git):
     change(upstream, committed)
     output = update(project)
@@ -83,6 +84,7 @@ def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update
     assert git(project, "status", "--porcelain") == ""
 
 
+@pytest.mark.slow
 def test_an_owner_s_version_is_not_the_template_s(project, upstream, update, committed):
     changes = {"pyproject.toml": 'version = "{}"', "src/{}/__init__.py": 'VERSION = "{}"'}
 
@@ -101,6 +103,7 @@ def test_an_owner_s_version_is_not_the_template_s(project, upstream, update, com
     replace(project, "my_gpt", "3.1.4", "3.1.5")
 
 
+@pytest.mark.slow
 def test_a_second_update_starts_from_the_first(project, upstream, update, committed, git):
     change(upstream, committed)
     update(project)
@@ -111,6 +114,7 @@ def test_a_second_update_starts_from_the_first(project, upstream, update, commit
     assert changes(project, git) == ["M\t.template.json", "M\tsrc/my_gpt/model/new.py"]
 
 
+@pytest.mark.slow
 def test_a_renamed_file_is_updated_under_its_new_name(project, upstream, update, committed, git):
     git(project, "mv", "src/my_gpt/model/gpt.py", "src/my_gpt/model/mine.py")
     committed(project)
@@ -136,6 +140,7 @@ def test_conflicting_changes_get_conflict_markers(project, upstream, update, com
     assert "the working tree is not clean" in refused
 
 
+@pytest.mark.slow
 def test_a_conflict_without_markers_says_what_happened(project, upstream, update, committed):
     mine = project / "src/my_gpt/run/loggers/mine.py"
     mine.write_text("# the user's logger\n")
@@ -159,6 +164,7 @@ def extras_of(project: Path) -> str:
     return json.loads((project / ".template.json").read_text("utf-8"))["answers"]["extras"]
 
 
+@pytest.mark.slow
 def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     project, update, committed, git
 ):
@@ -183,6 +189,7 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     assert (project / "README.md").read_text("utf-8").endswith(LAST)
 
 
+@pytest.mark.slow
 def test_extras_come_without_the_template_s_later_changes(project, upstream, update, committed):
     change(upstream, committed)
     update(project, "--add", "warm")
@@ -194,6 +201,7 @@ def test_extras_come_without_the_template_s_later_changes(project, upstream, upd
     assert (project / "src/my_gpt/model/gpt.py").read_text("utf-8").startswith(FIRST)
 
 
+@pytest.mark.slow
 def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it(project, update, committed):
     first = update(project, "--add", "chat").splitlines()[0]
     added = first.removeprefix("adds ").removesuffix(", removes nothing").split()
@@ -206,6 +214,7 @@ def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it(project, 
     assert extras_of(project) == "hub"
 
 
+@pytest.mark.slow
 def test_former_names_in_a_record_and_on_the_command_line_are_understood(
     upstream, generate, tmp_path, update
 ):
@@ -217,6 +226,7 @@ def test_former_names_in_a_record_and_on_the_command_line_are_understood(
     assert set(extras_of(project).split()) == {"datasets", "hub", "warm"}
 
 
+@pytest.mark.slow
 def test_all_stays_all_until_one_is_removed(project, update, committed):
     update(project, "--add", "all")
     committed(project)
@@ -234,6 +244,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_extras_that_cannot_be_added_or_removed_are_rejected_in_one_line(
     project, update, committed, tree
 ):
@@ -267,6 +278,7 @@ OWN_LINES = {
 }
 
 
+@pytest.mark.slow
 def test_all_edits_of_an_owner_survive_added_and_removed_extras(project, update, committed, git):
     for name, text in OWN_FILES.items():
         (project / name).write_text(text, "utf-8")
@@ -308,6 +320,7 @@ def write_with(project: Path, script: str) -> None:
     (project / "scripts/settings.py").write_text(script)
 
 
+@pytest.mark.slow
 def test_a_written_page_in_conflict_is_written_again(conflicting, update, committed, git):
     write_with(conflicting, f"import pathlib\npathlib.Path('{PAGE}').write_text('written')\n")
     committed(conflicting)
@@ -329,6 +342,7 @@ def test_a_picture_in_conflict_is_drawn_again(project, upstream, update, committ
     assert git(project, "show", f":{picture}") == (project / picture).read_text() == drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_environment", [False, True], ids=["no .venv", "the script fails"])
 def test_a_page_that_cannot_be_written_gets_the_template_s_text(
     has_environment, conflicting, update, committed, git
@@ -350,6 +364,7 @@ def test_a_written_page_that_its_owner_deleted_stays_deleted(project, upstream, 
     assert not (project / PAGE).exists()
 
 
+@pytest.mark.slow
 def test_a_project_in_a_folder_of_a_repository_is_updated_there(
     upstream, generate, tmp_path, committed, update, git
 ):
@@ -365,6 +380,7 @@ def test_a_project_in_a_folder_of_a_repository_is_updated_there(
     assert changes(outer, git) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_another_template_and_commit_can_be_given(project, upstream, update, committed, git):
     last = git(upstream, "rev-parse", "HEAD").strip()
     change(upstream, committed)

@@ -153,7 +153,7 @@ def follow(project):
     assert (len(files), len(changes)) == (12, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_additions_of_every_kind_break_no_test(project, python, tests):
     follow(project)
     write(project, FILES | EXPERIMENTS)
@@ -176,6 +176,7 @@ def test_additions_of_every_kind_break_no_test(project, python, tests):
     assert status == 0, output
 
 
+@pytest.mark.slow
 def test_without_docs_all_tests_are_collected_and_those_of_pages_are_skipped(project, tests):
     shutil.rmtree(project / "docs")
     status, output = tests("--collect-only")

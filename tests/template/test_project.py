@@ -154,7 +154,7 @@ def packed(shared, once, project, run):
     return once(shared / "packed", lambda folder: run(project, python, *words, folder))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("extras", ["pages"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
@@ -162,7 +162,7 @@ def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
 ):
     """Without `--whole-projects`, only lint, types, and fast tests: all take minutes, as ours."""
     all_tests = request.config.getoption("--whole-projects", default=False)
-    options = ["-n", "auto"] if all_tests else ["-n0", "-k", FAST]  # next to other tests
+    options = ["--all", "-n", "auto"] if all_tests else ["-n0", "-k", FAST]  # next to other tests
     # Not the cache of other tests: this environment lacks libraries of extras, so mypy would read
     # torch again for each of the two.
     monkeypatch.setenv("MYPY_CACHE_DIR", str(types(extras)))
@@ -176,6 +176,7 @@ def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
     assert git(project, "status", "--porcelain") == ""
 
 
+@pytest.mark.slow
 def test_two_ranks_train_into_one_run_directory_with_one_wandb_run(project, run, git):
     ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
     backend = "strategy.process_group_backend=gloo"
@@ -203,6 +204,7 @@ def test_its_wheel_and_sdist_contain_its_configs(project, packed):
     assert configs <= names
 
 
+@pytest.mark.slow
 def test_from_the_wheel_alone_it_trains_in_an_empty_folder(packed, run, tmp_path):
     (tmp_path / "empty").mkdir()
     (wheel,) = packed.glob("*.whl")

@@ -44,6 +44,7 @@ def assert_updated(project: Path, order: str) -> None:
     assert list(project.rglob("*.rej")) == []
 
 
+@pytest.mark.slow
 def test_an_update_changes_only_changed_files(project, upstream, generate, committed, git):
     order = (project / "src/my_gpt/data/order.py").read_text("utf-8")
     change(upstream, committed)
@@ -57,6 +58,7 @@ def test_an_update_changes_only_changed_files(project, upstream, generate, commi
     generate.run("cruft", "check", cwd=project)
 
 
+@pytest.mark.slow
 def test_project_that_was_linked_later_is_updated_too(
     upstream, generate, tmp_path, committed, begun
 ):

@@ -114,6 +114,7 @@ def counting(command):
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_on_a_user_s_data_module_trains_validates_tests_and_resumes(counting, devices):
     words = ["train", "--config-dir", "conf", "experiment=smoke", "data=counting", "logger=none"]

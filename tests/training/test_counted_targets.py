@@ -100,6 +100,7 @@ def test_accumulation_normalizes_by_the_targets_of_the_step(new_run, expected, m
     assert_same(fitted(run_of(new_run, micro_size)), expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "micro_size"), [(2, 6), (2, 3), (3, 4), (3, 1)])
 def test_ranks_normalize_by_the_targets_of_all_ranks(
     new_run, expected, on_ranks, world_size, micro_size
@@ -179,6 +180,7 @@ def test_a_mask_padding_and_data_of_the_user_s_keep_the_callback(new_run):
         assert trainer.callbacks == [callback]
 
 
+@pytest.mark.slow
 def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_run, on_ranks):
     settings = {"exact_micro_size": 2, "micro_size": 2}
 

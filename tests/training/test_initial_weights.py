@@ -77,6 +77,7 @@ def weights_of(command, run, step):
     return torch.load(path, weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_hub")
 def test_without_hub_a_run_begins_with_another_s_weights_and_a_resume_does_not(command, source):
     words = [f"model.init_from={source}", *STILL, "run_dir=runs/tuned"]
@@ -112,6 +113,7 @@ def test_without_hub_a_transformers_folder_is_one_line_with_the_command(command,
     assert not (command.folder / "runs/tuned").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_start_like_one(check_two_ranks_start_like_one, source):
     check_two_ranks_start_like_one(source)
 
@@ -124,6 +126,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", MISTAKES)
 def test_unsuitable_weights_fail_in_one_line_and_leave_no_run(command, source, word):
     words = [f"model.init_from={source}", "run_dir=runs/tuned"]

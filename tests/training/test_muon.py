@@ -176,6 +176,7 @@ def test_matrices_orthogonalized_one_by_one_have_the_bits_of_stacks():
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
 def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
     shapes = [(6, 10), (10, 6), (6, 10)]
@@ -201,6 +202,7 @@ def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
         assert torch.equal(weight, again)
 
 
+@pytest.mark.slow
 def test_more_shapes_can_be_compiled_than_torch_s_limit(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()

@@ -88,6 +88,7 @@ def flat(state):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 9])  # 9: more ranks than matrices
 def test_updates_and_saved_states_are_those_of_one_rank(on_ranks, world_size):
     """Also of a skipped update, and of states that other numbers of ranks go on with."""
@@ -140,6 +141,7 @@ def test_matrices_without_a_gradient_stay_and_have_no_state(on_ranks):
         assert whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "model"), [(2, GPT), (4, MODERN)], ids=["gpt", "modern"])
 def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, model, world_size):
     """With DDP, accumulation, clipping, and a loss of each step, in each precision."""

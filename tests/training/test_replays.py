@@ -60,6 +60,7 @@ def test_steps_are_random_and_about_one_in_n(new_run):
     assert len(gaps) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_clean_runs_have_the_same_bits_with_and_without_it(new_run, precision, accumulation):
@@ -75,6 +76,7 @@ def test_clean_runs_have_the_same_bits_with_and_without_it(new_run, precision, a
         assert torch.equal(weight, plain[name])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_two_ranks_agree_while_they_accumulate(command):
     words = (*SHORT, *TWO, "batch.micro_size=2", "optim=muon")

@@ -76,6 +76,7 @@ def trained(rank, world_size, architecture):
     return losses, [tensor.numpy() for tensor in [*weights, *map(whole, values)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "world_size"), [("gpt", 2), ("modern", 4)])
 def test_shards_learn_what_one_rank_learns_to_the_rounding_of_float64(
     on_ranks, architecture, world_size
@@ -105,6 +106,7 @@ def test_each_rank_keeps_the_momentum_of_its_rows(on_ranks):
     )  # a third of six rows, of others 1/4
 
 
+@pytest.mark.slow
 def test_captured_graphs_learn_what_the_code_does(on_ranks, monkeypatch):
     def capture(function):  # without machine code, which takes a minute to make
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -23,6 +23,7 @@ def traced(command):
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_with_exact_sums_the_file_is_equal_on_one_rank_and_two(traced):
     traced.train(*TRACED, *SHORT, "run_dir=two", "trainer=cpu", "trainer.devices=2", "strategy=ddp")
@@ -53,6 +54,7 @@ def test_tracing_changes_no_bit(traced):
     assert traced.summary("one")["weights"] == traced.summary("plain")["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("setting", "off"), [("guard.trace=true", "false"), ("guard.verify_every=2", "null")]
@@ -71,6 +73,7 @@ def test_of_ranks_with_the_tensor_one_that_differs_is_shown():
     assert one_of_ranks(sums).tolist() == [5, 7, 6, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_muons_ranks_that_share_its_momentum_write_what_one_rank_does(command):
     words = (*TRACED, "max_steps=4", "val_every=4", "optim=muon", "model=modern_nano")

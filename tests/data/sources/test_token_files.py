@@ -182,6 +182,7 @@ def test_every_format_is_read_from_a_server(tmp_path, writer):
     assert tokens(corpus(f"memory:/{root}{name}")) == IDS[:150].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_folder", [False, True])
 @pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("writer", [write_headed, write_megatron, write_ds])

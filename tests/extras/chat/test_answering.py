@@ -75,6 +75,7 @@ def test_with_a_slide_of_one_token_the_whole_text_is_that_of_generate(model):
     assert answer.ids == generated(model, prompt, 90)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_beyond_the_context_each_token_follows_at_least_three_quarters_of_it(model):
     prompt = [*range(60, 75)]

@@ -124,6 +124,7 @@ def test_its_memory_does_not_grow_with_the_text(model):
     assert first == 2 * 24 * per_token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "modern"])
 def test_it_is_many_times_as_fast_at_1024_tokens(kind):
     model, prompt = new_model(kind, block_size=1024, n_layer=4, n_embd=128), texts(1, 1000)

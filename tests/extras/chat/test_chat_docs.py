@@ -24,6 +24,7 @@ def blocks(language):
     return [text for word, text in code_blocks if word == language]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_commands_run_one_after_the_other(command, monkeypatch, capsys, python_of_forks):
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -66,6 +66,7 @@ def test_a_fine_tune_learns_answers_from_the_weights_of_a_run(tuned, command):
     assert command.summary("run")["val_loss"] < float(first.rpartition(" ")[2]) < 5.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [(), ("lora.rank=4",)], ids=["all weights", "lora"])
 @pytest.mark.usefixtures("quick_ranks")
 def test_killed_and_resumed_fine_tune_ends_with_the_same_bits(tuned, command, rank):
@@ -86,6 +87,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", ADAPTERS)
 def test_a_fine_tune_that_0_1_0_froze_resumes_and_generates_the_same_bits(
     adapters, tuned, command, freeze_as_0_1_0
@@ -112,6 +114,7 @@ def test_a_fine_tune_that_0_1_0_froze_resumes_and_generates_the_same_bits(
     assert command(*words).stdout == output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [(), ("lora.rank=4",)], ids=["all weights", "lora"])
 @pytest.mark.usefixtures("quick_ranks")
 def test_two_ranks_give_the_weights_of_one_up_to_rounding(tuned, command, rank):

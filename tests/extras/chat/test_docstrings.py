@@ -9,6 +9,7 @@ from lockstep_gpt.extras.chat.conversations import messages_of
 from lockstep_gpt.extras.chat.docstrings import main
 
 
+@pytest.mark.slow
 def test_questions_are_signatures_and_answers_first_sentences(tmp_path, capsys):
     path = tmp_path / "questions.jsonl"
     assert main([str(path)]) == 0

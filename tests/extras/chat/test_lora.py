@@ -267,6 +267,7 @@ def test_special_tokens_that_were_added_are_trained(folder):
     assert model.token_embedding.tokens.tolist() == [*last]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_compiled_adapters_compute_the_same(kind):
     model = moved(built(kind, rank=4))

@@ -570,6 +570,7 @@ def test_a_second_request_on_a_connection_has_the_same_limit(hurried):
         assert drip([line], 60) == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_its_answer_is_left(hurried):
     body = json.dumps({"prompt": "x", **ENDLESS, "max_tokens": 1000000, "stream": True}).encode()
     with socket.socket() as line:
@@ -651,6 +652,7 @@ def test_an_option_that_cannot_be_is_refused(base_run, capsys, flag, value):
     assert message.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_under_load_nothing_is_lost_and_memory_stays_flat(base_run):
     words = ["--clients", "40", "--seconds", "4", "--serve=--parallel 8 --waiting 16"]
     script = [sys.executable, ROOT / "scripts/benchmarks/load_test.py", base_run, *words]

@@ -88,6 +88,7 @@ def terminal():
         terminal.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_in_a_real_terminal(terminal, endless_run):
     talk = terminal(endless_run, "--longest", "9000", "--temperature", "0")
     ready = talk.until(r"/help shows the commands, Ctrl-D leaves\r\n> ")

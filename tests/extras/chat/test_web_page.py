@@ -110,6 +110,7 @@ def test_one_talks_and_the_history_is_sent(chat_url, show):
     assert len(third.value.post_data_json["messages"]) == 1
 
 
+@pytest.mark.slow
 def test_an_answer_grows_and_can_be_stopped(endless_url, show, wait_for):
     page = show(endless_url)
     page.locator("#longest").fill("90000")

@@ -142,6 +142,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_slow_rank_and_a_folder_that_is_not_shared_are_named(
     command, python_of_forks
 ):

@@ -40,7 +40,7 @@ def drill(python_of_forks):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_fault_is_survived_or_ends_the_run_as_specified(drill):
     done = drill("--steps", "60", "--faults", "2", *SHORT)
     assert (done.returncode, re.findall("FAILED", done.stdout)) == (0, []), done.stdout

@@ -10,6 +10,7 @@ from lockstep_gpt.extras.cluster.exactness import Remains, differences, left_by
 from lockstep_gpt.run.directory import RunDirectory
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys, cold):
     short = ["data.val_tokens=512", "callbacks.sample.length=1"]  # 8 validation batches

@@ -170,6 +170,7 @@ def test_the_recipe_makes_half_a_million_tokens_a_second_on_an_h200(recipe):
     assert speed(book, samples, recipe.batch.global_size // samples, H200) >= 0.5e6
 
 
+@pytest.mark.slow
 def test_plan_counts_with_the_ledger(recipe):
     row = predict(recipe, H200, (1,), vocab_size=VOCAB).rows[0]
     book = ledger(recipe, VOCAB, row.batch.micro_size, H200.memory)

@@ -75,6 +75,7 @@ def test_seven_billion_parameters_with_adam_take_28_28_and_56_gigabytes():
     assert States.of(model, OptimConfig("adamw")) == States(28 * 10**9, 28 * 10**9, 56 * 10**9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 @pytest.mark.parametrize(("shape", "vocab_size"), [(WIDE, 1000), (LONG, 256)])
 def test_peak_memory_is_within_a_tenth_of_the_allocator_s(composed, shape, vocab_size, precision):
@@ -177,6 +178,7 @@ class Held(lightning.Callback):
         self.on_before_backward(trainer, pl_module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
     ("name", "copies"),
@@ -265,6 +267,7 @@ def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
     assert peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("n_layer", [4, 9])
 def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer):
@@ -276,6 +279,7 @@ def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer)
         assert peak.copies + peak.activations + peak.logits == pytest.approx(traced, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize(
     ("precision", "gathered"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-mixed", 2)]

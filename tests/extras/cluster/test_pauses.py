@@ -80,6 +80,7 @@ def test_without_a_limit_the_length_of_a_validation_is_unknown(pauses_of):
     assert "of unknown length, because data.val_tokens is null" in as_text(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["gpt2_124m", "modern_124m"])
 def test_the_presets_validate_and_save_in_at_most_3_percent_on_8_gpus(composed, experiment):
     config = composed(f"experiment={experiment}")

@@ -28,6 +28,7 @@ def screen(capsys, traced_once):  # noqa: ARG001 (in what the command calls)
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_of_gpt2_xl_takes_less_than_a_second(composed):
     config = composed("model=gpt2_xl")
     times = []
@@ -198,6 +199,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
     assert presets > OF_GPT2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "tokens", "source"),
     [
@@ -227,6 +229,7 @@ def test_a_given_budget_is_planned(screen, small_experiments, words, tokens, sou
     assert row["seconds"] == pytest.approx(plan["tokens"] / row["tokens_per_second"])
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_with_its_own_tokens(screen):
     plan = json.loads(screen("plan", "experiment=gpt2_124m", "--devices", "1", "--json")[1])
     assert plan["tokens"] == 4768 * 512 * 1024  # 2.5 billion, as its comment states

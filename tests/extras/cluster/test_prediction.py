@@ -84,6 +84,7 @@ def test_slow_links_cost_efficiency(composed):
     assert lame.efficiency < 0.5 * fast.efficiency
 
 
+@pytest.mark.slow
 def test_a_misfit_is_printed_with_settings_that_fit(composed):
     config = composed("model=gpt2_xl", "precision=32-true", "batch.global_size=64")
     row = predict(config, HARDWARE["a100-40"], (1,)).rows[0]
@@ -128,6 +129,7 @@ FEW = 8192  # of GPT-2's 50,257: tracing takes as long as there are logits
 LARGE = ("model=gpt2_large", "optim=adamw", "precision=bf16-mixed", "batch.global_size=64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_fsdp2_divides_the_states_by_the_ranks(composed, optim):
     words = (*LARGE[:1], f"optim={optim}", *LARGE[2:], "strategy=fsdp2")
@@ -153,6 +155,7 @@ def test_gathered_weights_of_fsdp2_count_as_memory(composed):
     assert half.time.all_reduce < again.time.all_reduce
 
 
+@pytest.mark.slow
 def test_a_misfit_has_remedies(composed):
     config = composed(*LARGE)
     one, four = predict(config, HARDWARE["rtx4090"], (1, 4), vocab_size=FEW).rows
@@ -170,6 +173,7 @@ def test_a_misfit_has_remedies(composed):
     assert any("model.activation_checkpointing=true" in setting for setting in words)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
     one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=FEW).rows

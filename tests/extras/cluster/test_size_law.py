@@ -20,6 +20,7 @@ def size_law(command, python_of_forks, cold):
     return run
 
 
+@pytest.mark.slow
 def test_it_fits_predicts_and_prints_the_result(size_law, command):
     status, out, err = size_law("--sizes", "10k,16k,28k")
     assert status in (0, 1), err

@@ -40,6 +40,7 @@ def words_for(lines):
     return [*source, *PACKED, "optim.warmup_steps=0"]
 
 
+@pytest.mark.slow
 def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
     words = [*words_for(lines), "max_steps=12", "val_every=4", "checkpoint.every=4"]
     out = command.train(*words, "log_every=4", "run_dir=one").stdout
@@ -55,6 +56,7 @@ def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
     assert command.summary("two")["step"] == 14
 
 
+@pytest.mark.slow
 def test_ranks_that_split_a_model_see_the_same_documents(command, lines):
     words = [*words_for(lines), "max_steps=8", "val_every=4", "log_every=4", "batch.micro_size=2"]
     split = ["trainer=cpu", "trainer.devices=4", "strategy=fsdp2", "strategy.tensor_parallel=2"]

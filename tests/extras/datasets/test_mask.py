@@ -118,6 +118,7 @@ def test_checkpointed_blocks_see_the_documents_of_their_own_forward_pass(name):
         torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks, and hides its own warning
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -230,6 +231,7 @@ def test_with_dropout_a_mask_of_all_tokens_replaces_blocks(monkeypatch):
     assert (used[0]["dropout_p"], used[0]["scale"]) == (0.1, 0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpointing):

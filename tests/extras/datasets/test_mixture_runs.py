@@ -56,7 +56,7 @@ def mixed(finished, tmp_path_factory):
     return command, output
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_killed_run_restarts_to_the_same_bits(world, command, train_and_kill):
     run_words = [*words(command), *RANKS, f"trainer.devices={world}"]
@@ -133,6 +133,7 @@ def test_a_resume_may_not_change_the_past(change, line, mixed, command):
     assert line in result.stderr
 
 
+@pytest.mark.slow
 def test_sources_that_are_repeated_often_or_hardly_used_are_warned_of(command):
     for name in ("tiny", "rare", "late"):
         (command.folder / f"{name}.txt").write_text("abc " * 60)

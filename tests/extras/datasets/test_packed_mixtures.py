@@ -180,7 +180,7 @@ def rows(run):
         ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_run_on_ranks_restarts_to_the_same_bits(command, train_and_kill):
     ranks = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
     words = [*words_of(command), *ranks, "trainer.devices=2"]

@@ -92,6 +92,7 @@ def test_a_small_weight_is_a_share_of_a_long_run():
     assert Turns(phases_of([(1, 49_999)])).counts(10_000_000)[0] == 200
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_changes_do_not_add_up(data):
     sources = data.draw(st.integers(2, 6))

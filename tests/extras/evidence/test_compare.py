@@ -47,6 +47,7 @@ def test_runs_in_pairs_end_in_a_verdict_that_one_can_quote(compared, losses_in):
     assert [config["optim"]["lr"] for config in configs] == [3e-3, 4e-3]
 
 
+@pytest.mark.slow
 def test_its_runs_have_the_losses_of_the_same_runs_alone(compared, command, losses_in):
     """Here, too, where several of them run at the same time."""
     config = yaml.safe_load((compared[0].folder / "pairs/lr-4e-3/1339/config.yaml").read_text())
@@ -176,12 +177,14 @@ def test_a_comparison_without_an_answer_is_refused_in_one_line(words, line, comm
     assert not (command.folder / "pairs").exists()
 
 
+@pytest.mark.slow
 def test_too_few_hours_are_refused_after_a_pair(command, words_of):
     done = command(*words_of(command, *VARIANT, "--hours", "1e-5"), status=2)
     assert done.stderr.startswith(f"{PROGRAM} compare: --hours=1e-05 is too small for any answer")
     assert len([*command.folder.glob("pairs/base/*/summary.json")]) == 1
 
 
+@pytest.mark.slow
 def test_a_failing_variant_ends_the_comparison_in_one_line(command, words_of):
     words = words_of(command, "--variant", "optim.lr=1e9", logger="wandb")
     done = command(*words, status=1)
@@ -195,6 +198,7 @@ def test_a_failing_variant_ends_the_comparison_in_one_line(command, words_of):
         assert config["run_name"] == f"{side}-1337"
 
 
+@pytest.mark.slow
 def test_after_a_signal_the_same_command_continues_to_the_same_losses(
     command, compared, words_of, losses_in, wait_for
 ):

@@ -18,6 +18,7 @@ def flipping(kind, rank=0):
     return [FLIP, *(f"+callbacks.flip.{name}={value}" for name, value in words.items())]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("kind", "what"),
@@ -45,6 +46,7 @@ def test_with_a_single_rank_verify_every_repeats_its_own(command):
     assert f"the gradient of {name}; rank 0 got what 1 of 3 computations did" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("kind", "place"),
@@ -64,6 +66,7 @@ def test_verify_names_the_step_and_the_place(command, kind, place):
     assert line.startswith(f"different: {place.format(name)}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_flipped_bit_in_a_checkpoint_with_a_fitting_checksum_is_named(command):
     command.train(*SHORT, "run_dir=run")

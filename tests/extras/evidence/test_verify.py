@@ -43,6 +43,7 @@ def test_every_kind_of_record_of_a_clean_run_is_compared(command):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_steps_between_two_saved_states_are_enough(command):
     command.train(*SHORT, "checkpoint.keep_last=3", "run_dir=run")
@@ -54,6 +55,7 @@ def test_steps_between_two_saved_states_are_enough(command):
     assert values["compared"]["rows of metrics.csv"]["of"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_killed_and_resumed_run_of_two_ranks_is_confirmed(command):
     words = (*TWO, "max_steps=40", "checkpoint.every=5", "model.dropout=0.1", "run_dir=run")
@@ -68,6 +70,7 @@ def test_a_killed_and_resumed_run_of_two_ranks_is_confirmed(command):
     assert "equal: all bits that the run has kept of steps 1 to 40" in result
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_exact_sums_make_any_number_of_devices_comparable(command):
     exact = ("batch.exact_micro_size=2", "guard.trace=true")
@@ -77,6 +80,7 @@ def test_exact_sums_make_any_number_of_devices_comparable(command):
     assert "equal: all bits" in result
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_other_ranks_without_exact_sums_are_compared_up_to_rounding(command):
     command.train(*SHORT, *TWO, "batch.micro_size=2", "run_dir=run")
@@ -93,6 +97,7 @@ def test_other_ranks_without_exact_sums_are_compared_up_to_rounding(command):
     assert line.endswith(" times what rounding errors in each step do here, more than 10 times")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("facts", "reason"),
@@ -112,6 +117,7 @@ def test_another_processor_is_a_reason_not_to_compare_bits(command, facts, reaso
     assert line.startswith(f"bits can't be compared (the run had {reason}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_machine_whose_replays_differ_is_called_unstable(command):
     (command.folder / "unstable.py").write_text(
@@ -130,6 +136,7 @@ def test_a_machine_whose_replays_differ_is_called_unstable(command):
     assert line.startswith("this machine is unstable: two replays differ from each other, first ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -33,6 +33,7 @@ def a_gpt2(folder, tokenizer):
     (folder / "tokenizer.json").write_text(tokenizer.to_dict()["json"], encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_commands_run_one_after_the_other(command, capsys, monkeypatch, learnt):
     if "data.tokenizer=gpt2" in PAGE:

@@ -23,6 +23,7 @@ def both(request, shaped, folder_of):
     return ours, AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @settings(max_examples=ENOUGH)
 @given(text=TEXT)
 def test_ids_of_any_text_are_ours(both, text):
@@ -32,6 +33,7 @@ def test_ids_of_any_text_are_ours(both, text):
     assert theirs(text).input_ids == ours.encode(text).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=ENOUGH)
 @given(ids=st.lists(st.integers(0, 255) | st.just(0)))
 def test_text_of_any_ids_is_ours(both, ids):
@@ -39,6 +41,7 @@ def test_text_of_any_ids_is_ours(both, ids):
     assert theirs.decode(ids) == ours.decode(ids)
 
 
+@pytest.mark.slow
 @settings(max_examples=ENOUGH)
 @given(text=TEXT.filter(lambda text: "\0" not in text))
 def test_decode_inverts_encode(both, text):

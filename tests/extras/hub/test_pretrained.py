@@ -258,6 +258,7 @@ def test_a_run_begins_with_the_weights_and_a_resumed_one_does_not_repeat_it(comm
     torch.testing.assert_close(onward["model.token_embedding.weight"][:256], expected)
 
 
+@pytest.mark.slow
 def test_two_ranks_start_like_one(check_two_ranks_start_like_one, tmp_path):
     gpt2(tmp_path / "theirs")
     check_two_ranks_start_like_one(tmp_path / "theirs")

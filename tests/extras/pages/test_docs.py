@@ -19,6 +19,7 @@ PAGE = FILE.read_text(encoding="utf-8")
 MADE = ("comparison.html", "runs/seen/panel.html")
 
 
+@pytest.mark.slow
 def test_commands_run_one_after_the_other(command, finished):
     short = [f"data.root={command.data_root}", "callbacks.sample.length=9"]
     for line in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE):

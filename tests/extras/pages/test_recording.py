@@ -57,6 +57,7 @@ def gradients_of_three_steps(recorded, precision, kept=False, **settings):
     return on_rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32", "bf16"])
 @pytest.mark.parametrize("as_view", [True, False])
 def test_two_ranks_average_to_the_bits_of_ddp_whichever_steps_are_recorded(

@@ -137,6 +137,7 @@ def typed(command, line, python):
     assert status == 0, error
 
 
+@pytest.mark.slow
 def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished, python_of_forks):
     command, again = finished[0], finished[0].folder / "runs/first-again"
     typed(command, read_run(reported)["commands"]["repeat"], python_of_forks)

@@ -69,6 +69,7 @@ class StandIn(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 def test_bf16_compiled_and_accumulated_steps_are_recorded(command, record_compiled):
     (command.folder / "stand_in.py").write_text(STAND_IN)
     words = [*ON_TWO, "+callbacks.stand_in._target_=stand_in.StandIn"]
@@ -208,6 +209,7 @@ def operations(command, *words):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_unrecorded_steps_do_no_extra_work_on_any_rank(command):
     counts = operations(command, "callbacks=[default,sync_panel]")  # records only step 1
     assert counts == operations(command, "callbacks=default")

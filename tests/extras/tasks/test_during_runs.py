@@ -19,7 +19,7 @@ def test_a_text_too_long_for_the_model_ends_the_run_before_its_first_step(comman
     assert not [*(command.folder / "run").glob("checkpoints/*.ckpt")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
     path = write("own.jsonl", PICK)
     settings = (f"callbacks.tasks.files=[builtin,{path}]", "callbacks.tasks.every=10")
@@ -44,7 +44,7 @@ def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
     assert '"tasks/lines"' in (command.folder / "run/report.html").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_ranks_write_the_numbers_of_one(command, write):
     path = write("own.jsonl", [{"context": f"{n}", "target": f"{n}"[0]} for n in range(40)])
     settings = (
@@ -65,7 +65,7 @@ def test_two_ranks_write_the_numbers_of_one(command, write):
     assert any(any(row) for row in tables[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sharded_weights_are_measured_as_a_whole(command, files):
     settings = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
     words = (*settings, "callbacks.tasks.share=null", "trainer=cpu", "trainer.devices=2")
@@ -77,7 +77,7 @@ def test_sharded_weights_are_measured_as_a_whole(command, files):
     assert summary["tasks/fill_perplexity"] == pytest.approx(likelihood, rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(command, files):
     settings = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
     words = (*settings, "callbacks.tasks.every=5", "callbacks.tasks.share=0.5", "trainer=cpu")

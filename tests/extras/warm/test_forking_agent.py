@@ -26,6 +26,7 @@ class Tells(lightning.Callback):
 OF_THIS_START = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "WARM")
 
 
+@pytest.mark.slow
 def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
     (command.folder / "tells.py").write_text(TELLS)
     words = (*TWO, "+callbacks.tells._target_=tells.Tells")
@@ -59,6 +60,7 @@ def test_forks_that_must_be_but_cannot_are_rejected(monkeypatch):
         server.refuse_impossible(config)
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_are_forks_of_one_process(command):
     command.train(*TWO, "run_dir=first", "max_steps=6")
     before = {key: running.process.pid for key, running in server._servers.items()}
@@ -90,6 +92,7 @@ def words_of(pid):
         return ""
 
 
+@pytest.mark.slow
 def test_ranks_restart_cold_after_the_server_was_killed(command, processes_of, wait_for, kill):
     process, find = started(command, processes_of, wait_for, "max_steps=200", "checkpoint.every=10")
     kill(find("lockstep_gpt.extras.warm")[0])
@@ -102,6 +105,7 @@ def test_ranks_restart_cold_after_the_server_was_killed(command, processes_of, w
     assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in errors
 
 
+@pytest.mark.slow
 def test_a_sigterm_at_any_moment_of_the_start_leaves_no_process(command, processes_of, wait_for):
     chance = random.Random(3)
     for attempt in range(3):

@@ -90,6 +90,7 @@ def light(tmp_path, monkeypatch):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "status"), [("", 0), ("four", 4), ("x" * 200, 200)])
 def test_status_is_that_of_the_function(server, text, status):
     (child,) = server.fork("builtins:len", [text], ["words"], [os.environ])
@@ -289,6 +290,7 @@ print(bert.AutoModel.__module__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
 def test_transformers_is_imported_only_by_who_asks_for_a_metric_that_needs_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)

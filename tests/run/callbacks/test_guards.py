@@ -52,6 +52,7 @@ class Flipping(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(("every", "step"), [("4", 4), ("null", 5)])
 def test_replicas_are_compared_periodically_and_before_each_save(command, every, step):
@@ -72,6 +73,7 @@ class Hanging(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, processes_of):
     (command.folder / "hanging.py").write_text(HANGING)

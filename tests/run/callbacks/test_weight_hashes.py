@@ -70,6 +70,7 @@ def sorted_in(folder):
     return [checkpoint_path(folder, step) for step in range(1, 5)]
 
 
+@pytest.mark.slow
 def test_on_any_number_of_ranks_a_run_in_background_reports_the_same_hashes(command):
     exact = ("batch.exact_micro_size=2", "checkpoint.every=5", "val_every=4")
     command.train(*exact, "trainer=cpu", "run_dir=plain")

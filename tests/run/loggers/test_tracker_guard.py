@@ -286,6 +286,7 @@ def signals(step, number):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_without_wandb_s_process_and_a_broken_tracker(train, command):
     ended = train(
         "run_dir=run",
@@ -310,6 +311,7 @@ def test_two_ranks_train_on_without_wandb_s_process_and_a_broken_tracker(train, 
     assert [scalar.step for scalar in events.Scalars("train/loss")] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_run_ends_well_if_wandb_s_process_hangs_and_continues_its_id(train, command):
     train("run_dir=run", "logger=wandb", "guard.tracker_seconds=6", *signals(9, signal.SIGSTOP))
     first = command.summary("run")
@@ -325,6 +327,7 @@ def test_a_run_ends_well_if_wandb_s_process_hangs_and_continues_its_id(train, co
     assert all(folder.name.endswith(first["wandb_run_id"]) for folder in folders)
 
 
+@pytest.mark.slow
 def test_a_process_of_wandb_that_cannot_be_reached_at_the_start_is_a_warning(train, command):
     ended = train("run_dir=run", "logger=wandb", WANDB_SERVICE="3-1-unix-/none")
     assert command.summary("run")["saved"] is True
@@ -356,6 +359,7 @@ print(len(late), *late)
 """
 
 
+@pytest.mark.slow
 def test_what_a_start_of_wandb_imports_has_been_imported_with_its_patches(tmp_path):
     words = [sys.executable, "-c", IMPORTS, str(tmp_path)]
     ended = subprocess.run(words, capture_output=True, text=True, check=True, timeout=240)

@@ -126,6 +126,7 @@ def test_a_page_is_kept_with_the_run(command, train, read):
     assert file.name in json.dumps(page)
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_are_in_one_group(train, read):
     train("--multirun", "run_dir=sweep", "max_steps=10", "seed=1,2")
     groups = [json.loads(config)["_Group"] for (config,) in read("config", "configs")]

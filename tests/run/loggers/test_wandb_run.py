@@ -61,6 +61,7 @@ def test_the_screen_shows_the_command_to_view_an_offline_run(two):
     assert f"wandb leet runs/two/wandb/{run.name}" in two[1]
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_its_id_and_secrets_stay_out_of_every_file(command, read_offline):
     canary = "canary-5fe1c0de-canary-5fe1c0de-canary-5fe1c0de"
     secret = {"WANDB_API_KEY": canary, "HF_TOKEN": canary, "MY_SECRET": canary}
@@ -91,6 +92,7 @@ def test_a_failed_run_ends_as_failed_and_sends_an_alert(two, command, records):
         assert [title.split()[-1] for title in alerts(records, path)] == ["failed"] * status
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(command, read_offline):
     sweep = yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
@@ -104,6 +106,7 @@ def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(com
     assert sweep["metric"]["name"] in read_csv(command.folder / "run")[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
     sampling = ("callbacks.sample.at_validation=true", "callbacks.sample.length=9", "val_every=5")

@@ -35,6 +35,7 @@ def test_a_run_without_a_tracker_needs_no_wandb(command, without_wandb):
     assert (process.returncode, command.summary("run")["status"]) == (0, "done"), err
 
 
+@pytest.mark.slow
 def test_all_tests_are_collected_and_ranks_start_without_wandb(without_wandb):
     """One process for both: it takes long to import and collect everything."""
     wanted = "nccl_trains_at_world_size_one or keeps_its_threads_on_other_numbers_of_devices"

@@ -75,6 +75,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_ranks_continue_from_the_shards_in_memory(command, killed, kind):
     words = KINDS[kind]
@@ -97,6 +98,7 @@ def assert_undisturbed(folder):
         assert_same_bits(ours[name], theirs[name])
 
 
+@pytest.mark.slow
 def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(command, killed):
     words = KINDS["adamw"]
     command.train(*SHARDED, *words, "run_dir=whole", "verbosity=quiet")
@@ -108,6 +110,7 @@ def test_damaged_shards_of_one_rank_let_all_continue_from_the_state_before(comma
     assert_undisturbed(command.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [("trainer.devices=2", "strategy=ddp"), ("trainer.devices=1",)], ids=["ddp", "one"]
 )
@@ -124,6 +127,7 @@ def test_other_ranks_join_the_shards_of_a_killed_command(command, killed, place)
         assert command.summary("hit")[name] == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.slow
 def test_whole_states_that_are_newer_than_joined_shards_serve(command, killed):
     words = KINDS["adamw"]
     killed({7: [1], 14: [1]}, *words, "launch.max_restarts=0", status=1)
