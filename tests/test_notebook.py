@@ -74,8 +74,6 @@ def test_three_lines_train_like_the_command_and_write_nothing(command, words, ex
     assert module.val_loss == expected
     assert "step 20/20  val_loss" in capfd.readouterr().out
     assert {*command.folder.iterdir()} == before
-    trainer.validate(module, data, verbose=False)
-    assert module.val_loss == expected
     module, data, trainer = build(compose(*words, "val_every=1000"))
     trainer.fit(module, data)
     assert module.val_loss == expected
@@ -92,6 +90,21 @@ def test_a_run_directory_has_what_the_command_writes(command, words, expected):
     assert "schedule" in (command.folder / "run/train.log").read_text()
     command("train", "run_dir=run", "resume=auto", "max_steps=24", "launch.inline=true")
     assert command.summary("run")["step"] == 24
+
+
+@pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
+def test_a_validation_returns_its_loss_before_and_after_training_and_adds_no_row(
+    command, words, folder
+):
+    module, data, trainer = build(compose(*words, *folder))
+    (before,) = trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    assert before["val/loss"] > module.val_loss
+    expected = {"val/loss": module.val_loss, "val/perplexity": math.exp(module.val_loss)}
+    rows = [path.read_text() for path in command.folder.glob("run/metrics.csv")]
+    (after,) = trainer.validate(module, data, verbose=False)
+    assert after == pytest.approx(expected)  # Lightning keeps them in single precision
+    assert [path.read_text() for path in command.folder.glob("run/metrics.csv")] == rows
 
 
 @pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
@@ -134,6 +147,16 @@ def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
         module, _, trainer = build(hydra.compose("train", overrides=words))
     assert trainer.max_steps == 20
     assert module.config.model.block_size == 32
+
+
+def test_a_warmup_longer_than_the_run_is_shortened_by_compose_but_refused_by_build(words):
+    assert build(compose(*words, "max_steps=4")).module.schedule.warmup_steps == 0
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = hydra.compose("train", overrides=[*words, "max_steps=4"])
+    with pytest.raises(UserError, match=r"set optim.warmup_steps=0, or use .*notebook.compose, "):
+        build(config)
+    with pytest.raises(UserError, match="lower it or raise max_steps=4"):
+        compose(*words, "max_steps=4", "optim.warmup_steps=5")
 
 
 @pytest.mark.parametrize(

@@ -252,12 +252,12 @@ def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, 
 def test_a_forced_resume_with_a_mistake_leaves_the_run_unchanged(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
-    mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
+    mistake = ("max_steps=30", "+callbacks.bad._target_=math.Bad", "launch.inline=true")
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     for _ in range(2):
         assert wandb.run is None  # and the first leaves none to the second
         stderr = command("train", *FORCED, *mistake, status=2).stderr
-        assert (stderr.count("\n"), "nowhere.Bad" in stderr) == (1, True)
+        assert (stderr.count("\n"), "math.Bad" in stderr) == (1, True)
         assert (command.folder / "run/config.yaml").read_bytes() == frozen
         assert not (command.folder / "run/overrides.log").read_text()
         assert (command.folder / "run/checkpoints/step=000020.ckpt").is_file()

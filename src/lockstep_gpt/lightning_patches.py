@@ -35,6 +35,8 @@ def restore_axis(trainer: Trainer, original: _LoggerConnector) -> None:
     """Give the Trainer its original connector again, with what was logged meanwhile."""
     vars(original).update(vars(trainer._logger_connector))
     trainer._logger_connector = original
+    # A validation after training belongs to the last step, not to the next.
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def without_signal_handlers(trainer: Trainer) -> None:

@@ -37,7 +37,7 @@ from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import check
+from lockstep_gpt.settings import check, counted
 from lockstep_gpt.training import ending, train
 from lockstep_gpt.training.batches import build_data, tokenizer_of
 from lockstep_gpt.training.building import build_trainer
@@ -45,7 +45,13 @@ from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    plan_batch,
+    plan_schedule,
+    plan_steps,
+    shorten_warmup,
+)
 from lockstep_gpt.training.train import Training
 
 logger = logging.getLogger(__name__)
@@ -81,6 +87,7 @@ def compose(*overrides: str) -> DictConfig:
         values, checked = _checked(config, *overrides)
         batch = _batch(checked, _one_rank(checked))
         _, fitted = short_runs.fit_warmup(values, checked, batch, overrides)
+    plan_schedule(fitted, batch)  # may refuse it
     config.optim.warmup_steps = fitted.optim.warmup_steps
     config.optim.warmup_tokens = fitted.optim.warmup_tokens
     return config
@@ -104,7 +111,9 @@ def build(config: DictConfig) -> Parts:
     check("resume", checked.resume, checked.resume == "none", rule)
     placement = _one_rank(checked)
     values["trainer"] = resolving.resolved_trainer(values, placement)
-    values["batch"]["global_size"] = _batch(checked, placement).global_size
+    batch = _batch(checked, placement)
+    values["batch"]["global_size"] = batch.global_size
+    _refuse_long_warmup(checked, batch)
     if checked.run_dir is None:
         return _without_directory(values)
     directory = RunDirectory(Path(checked.run_dir))
@@ -138,6 +147,17 @@ def _one_rank(config: Config) -> Placement:
 def _batch(config: Config, placement: Placement) -> BatchPlan:
     context = config.model.block_size
     return plan_batch(config.batch, context, placement.devices, placement.nodes)
+
+
+def _refuse_long_warmup(config: Config, batch: BatchPlan) -> None:
+    """Raise a `UserError` for a warmup that `compose` would have shortened or refused."""
+    for name, value in shorten_warmup(config, batch).items():
+        warmup = f"optim.{name}={getattr(config.optim, name)}"
+        steps = counted(plan_steps(config, batch), "step")
+        raise UserError(
+            f"{warmup} takes all of this run of {steps}; set optim.{name}={value}, or use "
+            f"{compose.__module__}.compose, which shortens a preset's warmup as the command does"
+        )
 
 
 def _without_directory(values: dict[str, Any]) -> Parts:

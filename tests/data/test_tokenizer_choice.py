@@ -118,7 +118,7 @@ def test_a_vocabulary_larger_than_a_corpus_gives_is_mentioned(caplog):
     size = make_tokenizer("bpe", 60_000, TEXTS).vocab_size
     assert size < 1000
     assert "data.vocab_size=60000 is more than this corpus gives: no pair" in caplog.text
-    assert f"after {size}, which is the vocabulary" in caplog.text
+    assert f"after {size}, so the model's vocabulary is {size}" in caplog.text
     caplog.clear()
     assert make_tokenizer("bpe", 270, TEXTS).vocab_size == 270
     assert not caplog.text

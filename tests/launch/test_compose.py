@@ -231,7 +231,7 @@ def test_environment_variables_stay_references(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", SECRET)
     values, config = composed(
         "run_name=${oc.env:SECRET_KEY}",
-        "+logger.a._target_=mine.Logger",
+        "+logger.a._target_=lightning.pytorch.loggers.CSVLogger",
         "+logger.a.second=${run_name}",
         "+logger.a.inside='key ${oc.env:SECRET_KEY}'",
         "+logger.a.list=[1,'${oc.env:SECRET_KEY}']",

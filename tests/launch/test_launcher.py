@@ -83,9 +83,9 @@ def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
     words = ("train", "run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
-    mistake = ("trainer.devices=2", "max_steps=30", "+callbacks.bad._target_=nowhere.Bad")
+    mistake = ("trainer.devices=2", "max_steps=30", "+callbacks.bad._target_=math.Bad")
     statuses, _, err = joined(*[[*words, *mistake]] * 2)
-    assert (statuses, "Traceback" in err, "nowhere.Bad" in err) == ([2, 2], False, True), err
+    assert (statuses, "Traceback" in err, "math.Bad" in err) == ([2, 2], False, True), err
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import lockstep_gpt
 from lockstep_gpt import PROGRAM, cli
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.refused_callbacks import refuse_what_cannot_work
 from lockstep_gpt.training.building import build
 
 PACKAGE = Path(lockstep_gpt.__file__).parent
@@ -52,11 +54,6 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "logger.wandb.offline=true",
             "unknown setting logger.wandb.offline; use logger.wandb.mode=offline",
         ),
-        (
-            "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping "
-            "+callbacks.stop.monitor=val_loss",
-            "callbacks.stop.monitor=val_loss is no metric; did you mean val/loss?",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(words, line, capsys):
@@ -88,6 +85,25 @@ def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, mess
     err = capsys.readouterr().err
     assert err.startswith(line), err
     assert err.count("\n") == 1
+
+
+def test_a_callback_may_monitor_a_metric_of_the_user_s_named_like_ours(caplog):
+    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val_loss"}
+    refuse_what_cannot_work(SimpleNamespace(callbacks={"stop": stop}))
+    assert "callbacks.stop.monitor=val_loss: ours is val/loss; unless your" in caplog.text
+    caplog.clear()
+    refuse_what_cannot_work(SimpleNamespace(callbacks={"stop": {**stop, "monitor": "val/loss"}}))
+    assert caplog.text == ""
+
+
+def test_nanogpt_s_options_of_generate_are_answered_with_ours(capsys):
+    words = ["--num_samples=3", "--max_new_tokens=100", "--start=The", "--temperature=0.7"]
+    assert cli.main(["generate", "run", *words]) == 2
+    assert capsys.readouterr().err == (
+        f"{PROGRAM} generate: unrecognized arguments: --num_samples=3 --max_new_tokens=100 "
+        "--start=The; here, --num_samples: call it once for each text, with another --seed; "
+        "--max_new_tokens: write --length; --start: write --prompt\n"
+    )
 
 
 @pytest.mark.slow

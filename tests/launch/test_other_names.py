@@ -10,6 +10,7 @@ import yaml
 from lockstep_gpt import cli
 from lockstep_gpt.config import OPEN_GROUPS, Config, groups
 from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.inference import generate
 from lockstep_gpt.launch.other_names import NAMES, our_name
 
 FILE = Path(__file__).parents[2] / "docs/lightning.md"
@@ -29,7 +30,7 @@ def settings_of(groups_and_top):
             for key, value in (yaml.safe_load(file.read_text("utf-8")) or {}).items():
                 below = value if isinstance(value, dict) else {}
                 names |= {f"{group}.{key}", *(f"{group}.{key}.{child}" for child in below)}
-    return names | {"data.tokenizer"}
+    return names | {"data.path", "data.tokenizer"}
 
 
 KNOWN = settings_of(groups())
@@ -41,7 +42,7 @@ def test_each_of_our_names_on_the_page_exists(ours):
         name, _, chosen = word.removeprefix("+").partition("=")
         if chosen and yaml_files(name):
             assert set(re.findall(r"\w+", chosen)) <= set(yaml_files(name)), word
-        elif not re.match(r"--multirun$|metrics\.csv$|val/loss$|\+callbacks\.stop", word):
+        elif not re.match(r"(generate )?--|metrics\.csv$|val/loss$|\+callbacks\.stop", word):
             assert name in KNOWN | {*cli.COMMANDS}, word
 
 
@@ -52,6 +53,8 @@ def test_page_and_messages_agree():
     known = {name: set(re.findall(r"[\w./]+", NAMES[name])) for name in on_page if name in NAMES}
     assert len(known) > 50
     assert {*NAMES} - {*on_page} == {"paths"}  # the page contains its settings
+    flags = {f"--{name}" for name in generate.OTHER_NAMES}
+    assert flags - {*on_page} == {"--out_dir", "--top_k"}  # the dash is all that differs
     for name, words in known.items():
         settings = words & KNOWN
         assert settings <= set(re.findall(r"[\w./]+", on_page[name])), name
@@ -77,6 +80,7 @@ def test_page_and_messages_agree():
             "data.batch_size=8",
             "unknown setting data.batch_size; use batch.micro_size or batch.global_size",
         ),
+        ("data.file=a.txt", "unknown setting data.file; use data.path"),
         ("model.optimizer.lr=1", "unknown setting model.optimizer; use optim"),
         (
             "trainer=ddp",

@@ -42,9 +42,9 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
         if learned < vocab_size:
             logger.warning(
                 "data.vocab_size=%d is more than this corpus gives: no pair of tokens is left to "
-                "join after %d, which is the vocabulary; add text, or raise data.tokenizer_mb",
-                vocab_size,
-                learned,
+                "join after %d, so the model's vocabulary is %d; add text, or raise "
+                "data.tokenizer_mb",
+                *(vocab_size, learned, learned),
             )
     else:
         tokenizer = _loaded(name)

@@ -6,7 +6,7 @@ Both are checked once, in the parent, before anything is created or torch is imp
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import tensor_sizes
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import apple, refused_callbacks, trainer_arguments
+from lockstep_gpt.launch import apple, refused_callbacks, targets, trainer_arguments
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.registry import CHECK, additions
 from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
@@ -34,6 +34,7 @@ def refuse_conflicts(config: Config) -> None:
         _refuse_other_sums(config)
     if config.strategy.get("_target_") == FSDP2:
         _refuse_unshardable(config)
+    targets.refuse_missing(config)
     trainer_arguments.refuse_unknown(config)
     refused_callbacks.refuse_what_cannot_work(config)
     for check_config in additions(CHECK):

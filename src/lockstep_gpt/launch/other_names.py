@@ -6,6 +6,8 @@ NAMES = {
     # Common to several
     "batch_size": "batch.micro_size or batch.global_size",
     "ckpt_path": "resume",
+    "data.file": "data.path",
+    "data.files": "data.path",
     "debug": "experiment=debug",
     "epochs": STEPS,
     "gradient_accumulation_steps": "batch.global_size",
@@ -68,6 +70,7 @@ NAMES = {
     "model_name": "model",
     "optimizer": "optim",
     "tokenizer_dir": "data.tokenizer",
+    "data.train_data_path": "data.path",
     "train.epochs": STEPS,
     "train.global_batch_size": "batch.global_size",
     "train.log_interval": "log_every",

@@ -1,8 +1,13 @@
 """Lightning callbacks, or their arguments, that can't work here."""
 
+import logging
+import os
+
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.metrics_rows import COLUMNS
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "lightning.pytorch.callbacks."
 # Class -> why not, and what to do instead.
@@ -21,16 +26,19 @@ REFUSED = {
 def refuse_what_cannot_work(config: Config) -> None:
     """Raise a `UserError` for a Lightning callback that can't work here."""
     for name, node in config.callbacks.items():
-        _refuse_other_names_of_metrics(name, node.get("monitor"))
+        _warn_of_other_names_of_metrics(name, node.get("monitor"))
         target = str(node.get("_target_", ""))
         class_name = target.rpartition(".")[2]
         if target.startswith(PACKAGE) and class_name in REFUSED:
             raise UserError(f"callbacks.{name}: Lightning's {class_name} {REFUSED[class_name]}")
 
 
-def _refuse_other_names_of_metrics(name: str, monitor: object) -> None:
-    """Raise a `UserError` for `val_loss`, for example, which would only fail at a validation."""
+def _warn_of_other_names_of_metrics(name: str, monitor: object) -> None:
+    """Warn of `val_loss`, for example, unless the user's code logs a metric of that name."""
     for metric in COLUMNS:
-        if monitor == metric.replace("/", "_"):
-            rule = f"is no metric; did you mean {metric}?"
-            raise UserError(f"callbacks.{name}.monitor={monitor} {rule}")
+        if monitor == metric.replace("/", "_") and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "callbacks.%s.monitor=%s: ours is %s; unless your code logs %s, the run will fail "
+                "when the callback needs it",
+                *(name, monitor, metric, monitor),
+            )

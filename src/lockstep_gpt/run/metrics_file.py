@@ -23,6 +23,7 @@ class MetricsFile(Logger):
         self.columns = [*columns]
         self.last: dict[str, str] = {}  # row
         self._end = 0  # byte where the last row begins
+        self._is_open = False
 
     @property
     def name(self) -> str:
@@ -42,7 +43,7 @@ class MetricsFile(Logger):
     def truncate_after(self, step: int) -> dict[str, str]:
         """Keep the rows up to optimizer step `step`; return the newest value of each column.
 
-        It must be called before the first row is logged: it also creates the file.
+        It creates the file. From now on, what is logged is written, until training ends.
         """
         table = read_metrics(self.path)
         rows = [row for row in table.as_dicts() if int(row[STEP]) <= step]
@@ -53,15 +54,16 @@ class MetricsFile(Logger):
                 self.path.replace(damaged)
                 table.warn_if_damaged(self.path, f"; {damaged} is the file as it was")
             self._rewrite(rows)
+        self._is_open = True
         return {name: value for row in rows for name, value in row.items() if value}
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Write the row of `step`, or add to it if it is last, or raise a `RunError`.
 
-        The metrics of a test, which come together, are left out: they belong to no step.
+        Metrics of a validation or test outside of training are left out: they belong to no step.
         """
-        if "test/loss" in metrics:
+        if not self._is_open:
             return
         assert step is not None, "every row belongs to a step"
         texts = {name: " ".join(str(value).split("\n")) for name, value in metrics.items()}
@@ -85,6 +87,11 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the frozen configuration is next to the file."""
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write nothing more: training has ended."""
+        self._is_open = False
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         lines = [self._line({name: name for name in self.columns}), *map(self._line, rows)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,10 +27,21 @@ NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "packing", "optim
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line."""
+    """Reports a wrong command line in one line.
+
+    Attributes:
+        other_names: another project's option -> what to do here instead.
+    """
+
+    other_names: Mapping[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a `UserError`, with the usage."""
+        """Raise argparse's message as a `UserError`, with the usage, or with our names."""
+        typed = re.findall(r"(?<!\S)--([\w-]+)", message)
+        names = [name for name in typed if name.replace("-", "_") in self.other_names]
+        if names:
+            ours = [f"--{name}: {self.other_names[name.replace('-', '_')]}" for name in names]
+            raise UserError(f"{message}; here, {'; '.join(ours)}")
         remedy = " ".join(self.format_usage().split())
         if message.startswith("unrecognized"):
             remedy = f"options are --NAME VALUE, and a text with spaces needs quotes; {remedy}"

@@ -34,7 +34,7 @@ def test_a_plan_of_gpt2_xl_takes_less_than_a_second(composed):
     times = []
     while len(times) < 6 and min(times, default=1) >= 1:  # busy cores also share their caches
         started = time.process_time()
-        plan = predict(config, HARDWARE["h100"], WORLD_SIZES)
+        plan = predict(config, HARDWARE["h100"], WORLD_SIZES, "weak")
         times.append(time.process_time() - started)
     assert [row.batch.world_size for row in plan.rows] == [2**power for power in range(11)]
     assert min(times) < 1
@@ -47,6 +47,18 @@ def test_the_table_has_a_line_for_each_number_of_devices(screen):
     assert [line.split()[0] for line in steps] == ["devices", "1", "2", "8"]
     assert steps[0].split()[-1] == "cost"
     assert len({len(line) for line in steps}) == 1
+
+
+def test_numbers_of_devices_that_cannot_run_are_left_out_unless_they_are_named(screen):
+    words = ["plan", "experiment=smoke", "batch.global_size=12"]
+    _, out, _ = screen(*words)
+    rows = out.split("one optimizer step, ms\n")[1].splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["1", "2", "4"]
+    assert "a run can't use 8, 16, 32, 64, 128, 256, 512, 1024 devices, which are left" in out
+    _, out, _ = screen(*words, "--devices", "2,8")
+    assert "8 devices: batch.global_size=12 is not divisible by 8 devices x 1 node = 8" in out
+    _, out, _ = screen(*words, "--scaling", "weak")
+    assert "left out" not in out
 
 
 def test_the_output_names_assumptions_and_sources(screen):

@@ -54,17 +54,16 @@ def test_nodes_are_filled_one_after_the_other(gpt2):
     assert layouts == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
 
 
-def test_a_batch_that_does_not_spread_grows_with_the_devices(composed):
+def test_a_batch_grows_with_the_devices_if_that_is_asked_for(composed):
     config = composed("optim.lr_scaling=sqrt")  # 12 samples
-    plan = predict(config, H100, (1, 64))
+    plan = predict(config, H100, (1, 64), scaling="weak")
     assert plan.scaling == "weak"
-    assert "batch.global_size=null batch.micro_size=12" in plan.notes[0]
     assert [row.batch.global_size for row in plan.rows] == [12, 12 * 64]
     assert plan.rows[1].lr == pytest.approx(8 * plan.rows[0].lr)
 
 
 def test_an_impossible_row_has_its_reason(composed):
-    plan = predict(composed(), H100, (1, 5, 12), scaling="strong")
+    plan = predict(composed(), H100, (1, 5, 12))
     assert [row.batch.world_size for row in plan.rows] == [1]
     assert "is not divisible" in plan.refused[5]
     assert plan.refused[12] == "12 devices are not a whole number of nodes of 8 each"
@@ -107,7 +106,7 @@ def test_omissions_are_noted(composed, words, note):
 
 def test_linear_scaling_beyond_its_tested_range_is_noted(composed):
     noted = [
-        any("Goyal" in note for note in predict(composed(), H100, (1, devices)).notes)
+        any("Goyal" in note for note in predict(composed(), H100, (1, devices), "weak").notes)
         for devices in (8, 1024)
     ]
     assert noted == [False, True]
@@ -176,7 +175,7 @@ def test_a_misfit_has_remedies(composed):
 @pytest.mark.slow
 def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
-    one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=FEW).rows
+    one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), "weak", vocab_size=FEW).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
 

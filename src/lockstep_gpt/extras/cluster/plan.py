@@ -40,9 +40,9 @@ It accepts the settings of {PROGRAM} train, and these flags:
 
   --hardware NAME   {", ".join(HARDWARE)}
                     or a profile that {PROGRAM} doctor --save-profile FILE.json wrote
-  --devices LIST    numbers of devices, 1,2,4,...,1024 by default
+  --devices LIST    numbers of devices; by default those of 1,2,4,...,1024 that can run it
   --scaling KIND    strong keeps batch.global_size; weak lets it grow with the devices;
-                    by default strong if all numbers of devices divide it
+                    by default strong if it is set
   --tokens N        tokens of the run; by default max_steps or max_tokens, if the command or an
                     experiment in it sets one, otherwise 20 per parameter
   --price X         price of one device per hour, in any currency
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     for name in ("hardware", "scaling", "intra", "inter"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--chart", type=Path)
-    parser.add_argument("--devices", type=flags.counts, default=WORLD_SIZES)
+    parser.add_argument("--devices", type=flags.counts)
     for name in ("tokens", "price", "utilisation"):
         parser.add_argument(f"--{name}", type=flags.above_zero)
     for name in ("per-node", "adapters"):
@@ -105,16 +105,30 @@ def _plan(config: Config, chosen: Chosen, hardware: Hardware, options: Any) -> P
     plan = predict(
         config,
         hardware,
-        options.devices,
+        options.devices or WORLD_SIZES,
         scaling=options.scaling,
         tokens=tokens,
         price=options.price,
         vocab_size=size,
     )
     plan = replace(plan, vocabulary=whose, budget=source)
+    if plan.rows and not options.devices:
+        plan = _without_refused(plan)
     if options.tokens:
         return plan
     return replace(plan, expected=expected(config))
+
+
+def _without_refused(plan: Plan) -> Plan:
+    """Return a plan with one note for all numbers of devices that nobody has asked for."""
+    if not plan.refused:
+        return plan
+    numbers = ", ".join(map(str, plan.refused))
+    note = (
+        f"a run can't use {numbers} devices, which are left out; --devices LIST says why, and "
+        "--scaling weak lets the batch grow with them"
+    )
+    return replace(plan, refused={}, notes=[*plan.notes, note])
 
 
 def _hardware(options: Any) -> Hardware:

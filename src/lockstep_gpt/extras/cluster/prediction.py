@@ -85,7 +85,7 @@ def predict(
         config: the run's settings; its own number of devices is ignored.
         hardware: the devices and their links.
         world_sizes: numbers of devices.
-        scaling: strong or weak; None: strong if every number of devices divides the batch.
+        scaling: strong or weak; None: strong if `batch.global_size` is set.
         tokens: the tokens that time and cost are for; None: the Chinchilla point.
         price: of a device for an hour.
         vocab_size: None: that of the data.
@@ -100,9 +100,9 @@ def predict(
     work = _work(room)
     planner = _Planner(room, work)
     chinchilla = TOKENS_PER_PARAMETER * model.num_parameters
-    kind, batch, notes = planner.scaled(world_sizes, scaling)
+    kind, batch = planner.scaled(world_sizes, scaling)
     rows, refused = planner.rows(world_sizes, batch, tokens or chinchilla, price)
-    notes += [*_notes(room), *_lr_note(config, rows)]
+    notes = [*_notes(room), *_lr_note(config, rows)]
     return Plan(
         hardware=hardware,
         precision=config.precision,
@@ -203,36 +203,17 @@ class _Planner:
     room: Room
     work: Work
 
-    def scaled(
-        self, world_sizes: Sequence[int], scaling: str | None
-    ) -> tuple[str, BatchConfig, list[str]]:
-        """Decide whether the global batch stays fixed; return the kind, the batch, and a note."""
+    def scaled(self, world_sizes: Sequence[int], scaling: str | None) -> tuple[str, BatchConfig]:
+        """Return the kind of scaling, and the batch, which grows only if that is asked for."""
         batch = self.room.config.batch
         if batch.global_size is None:
-            return "weak", batch, []
-        exact = batch.exact_micro_size  # other numbers are rejected one by one
-        if scaling == "strong" or exact or (scaling is None and self._all_divide(world_sizes)):
-            return "strong", batch, []
+            return "weak", batch
+        if scaling != "weak" or batch.exact_micro_size:
+            return "strong", batch
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]
         fitting = filter(None, map(self.room.largest_micro_size, several or [1]))
         size = batch.micro_size or min(batch.global_size, next(fitting, 1))
-        note = (
-            f"batch.global_size={batch.global_size} does not divide among all of these: planned "
-            f"with batch.global_size=null batch.micro_size={size}"
-        )
-        notes = [] if scaling else [note]
-        return "weak", replace(batch, micro_size=size, global_size=None), notes
-
-    def _all_divide(self, world_sizes: Sequence[int]) -> bool:
-        """Return whether the batch divides among all numbers of devices that can run the model."""
-        config = self.room.config
-        try:
-            for world_size in world_sizes:
-                if world_size % config.tensor_parallel == 0:  # others are rejected one by one
-                    self._spread(world_size, config.batch)
-        except UserError:
-            return False
-        return True
+        return "weak", replace(batch, micro_size=size, global_size=None)
 
     def _spread(self, world_size: int, batch: BatchConfig) -> BatchPlan:
         devices = min(world_size, self.room.hardware.devices_per_node)

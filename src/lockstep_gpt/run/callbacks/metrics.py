@@ -68,8 +68,9 @@ class Metrics(StepCallback):
         pl_module.logs_losses = False
         self._times = [time.perf_counter()]
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        """Restore Lightning's axis."""
+    def on_train_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        """Let Lightning log again, on its own axis."""
+        pl_module.logs_losses = True
         if self._connector is not None:
             restore_axis(trainer, self._connector)
             self._connector = None
@@ -144,6 +145,8 @@ class Metrics(StepCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the validation loss and restart the clock."""
+        if trainer.state.fn != "fit":  # of `Trainer.validate`, which logs it itself
+            return
         self.leave_out(time.perf_counter() - self._paused_at)
         loss = pl_module.val_loss
         metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
