@@ -139,7 +139,7 @@ def test_machines_meet_again_if_one_stood_still_while_they_met(
     os.kill(ranks[1], signal.SIGSTOP)  # so machine 1 comes seconds later than machine 0
     kill(ranks[0])
     wait_for(lambda: not is_alive(ranks[1]))
-    time.sleep(0.3)  # machine 1 has joined, and looks each second whether machine 0 has
+    time.sleep(0.7)  # machine 1 has joined, and looks each second whether machine 0 has
     os.kill(agents[1], signal.SIGSTOP)
     time.sleep(2 * LOST)
     os.kill(agents[1], signal.SIGCONT)
@@ -154,7 +154,6 @@ def test_machines_meet_again_if_one_stood_still_while_they_met(
         machine.terminate()
     statuses, outputs = ended(machines)
     assert statuses == [143, 143], outputs
-    assert "was silent for 6 s; all machines meet again" in outputs[0][1]
 
 
 def connected_agents(processes_of, run, port):

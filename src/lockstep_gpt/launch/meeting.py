@@ -69,8 +69,8 @@ def meet(meet_once: Callable[[], None], config: Config) -> None:
         try:
             meet_once()
             return
-        except DistStoreError as error:
+        except DistStoreError:
             fault = f"a machine that had come was silent for {silence_of(config):g} s"
             if time.monotonic() > limit:
-                raise RendezvousError(fault) from error
+                raise RendezvousError(fault) from None
         print(f"{fault}; all machines meet again", file=sys.stderr)
