@@ -1,9 +1,13 @@
 """Two machines, rehearsed on one: two commands that meet at its loopback address."""
 
+import contextlib
+import os
 import re
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +31,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_both(command, run, *overrides, **environment):
-    """Start the commands of both machines; return their processes."""
-    machines = ["trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2", f"run_dir={run}"]
+def start_both(command, run, *overrides, expected=2, **environment):
+    """Start the commands of both machines, of as many as are `expected`; return their processes."""
+    nodes = f"trainer.num_nodes={expected}"
+    machines = ["trainer=cpu", "trainer.devices=1", nodes, f"run_dir={run}"]
     machines += [f"launch.rdzv_endpoint=localhost:{free_port()}", *overrides]
     words = command.smoke(*machines)
     ranks = [f"launch.node_rank={node}" for node in (0, 1)]
@@ -108,3 +113,88 @@ def test_a_second_ctrl_c_on_one_machine_ends_the_other_too(command, wait_for_che
         assert re.search(
             r"stopped by SIGINT .*before all ranks saved; step \d+ is saved", out + err
         )
+
+
+LOST = 3  # seconds
+
+
+def only_process(processes_of, run, program, last_word):
+    """Return the process of the run that runs `program` with `last_word` as its last argument."""
+    lines = {}
+    for pid in processes_of(run):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+        lines[pid] = line.decode()
+    (pid,) = (
+        pid for pid, line in lines.items() if program in line and line.endswith(f" {last_word}")
+    )
+    return pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_machines_meet_again_if_one_stood_still_while_they_met(
+    command, processes_of, is_alive, kill, wait_for, wait_for_checkpoint
+):
+    run = command.folder / "run"
+    machines = start_both(command, run, *LONG, f"launch.lost_seconds={LOST}")
+    wait_for_checkpoint(run)
+    agents = [only_process(processes_of, run, "agent_program", node) for node in (0, 1)]
+    ranks = [only_process(processes_of, run, "rank_program", agent) for agent in agents]
+    os.kill(ranks[1], signal.SIGSTOP)  # so machine 1 comes seconds later than machine 0
+    kill(ranks[0])
+    wait_for(lambda: not is_alive(ranks[1]))
+    time.sleep(0.7)  # machine 1 has joined, and looks each second whether machine 0 has
+    os.kill(agents[1], signal.SIGSTOP)
+    time.sleep(2 * LOST)
+    os.kill(agents[1], signal.SIGCONT)
+    log = run / "train.log"
+
+    def continues():
+        assert all(machine.poll() is None for machine in machines), ended(machines)
+        return "continues from step" in log.read_text()
+
+    wait_for(continues)
+    for machine in machines:
+        machine.terminate()
+    statuses, outputs = ended(machines)
+    assert statuses == [143, 143], outputs
+
+
+def connected_agents(processes_of, run, port):
+    """Return how many agents of the run are connected to a port of this machine."""
+    lines = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")).splitlines()
+    rows = [line.split() for line in lines]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[2].endswith(f":{port:04X}")}
+    count = 0
+    for pid in processes_of(run):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+            is_agent = b"agent_program" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            count += is_agent and bool(files & sockets)
+    return count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stop_before_all_machines_meet_ends_those_that_wait(
+    command, processes_of, wait_for, node
+):
+    run = command.folder / "run"
+    port = free_port()
+    place = f"launch.rdzv_endpoint=127.0.0.1:{port}"
+    machines = start_both(command, run, *LONG, place, "batch.global_size=9", expected=3)
+
+    wait_for(lambda: connected_agents(processes_of, run, port) == 2)
+    time.sleep(2)
+    machines[node].send_signal(signal.SIGINT)
+    started = time.monotonic()
+    statuses, outputs = ended(machines)
+    assert time.monotonic() - started < STOP_SECONDS
+    assert statuses[node] == 130, outputs
+    first, second = (out + err for out, err in outputs)
+    if node == 0:
+        assert statuses[1] == 1, outputs
+        assert "machine 0, where all machines meet, has ended" in second
+    else:
+        assert statuses[0] == 130, outputs
+        assert "stopped by SIGINT before the first step" in first
+        assert "stopped by SIGINT before all machines met" in second

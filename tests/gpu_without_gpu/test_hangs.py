@@ -131,7 +131,7 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     agent = RankAgent.__new__(RankAgent)
     agent._pcontext, agent._shutdown_timeout = context, 60
     alone = SimpleNamespace(group_world_size=1)
-    agent._shared_stop = SharedStop(alone, FirstSignal(), stops_all=True, has_store=True)
+    agent._shared_stop = SharedStop(alone, None, FirstSignal(), stops_all=True, has_store=True)
     agent._stop_workers(None)
     assert closed == [(signal.SIGTERM, FAILURE_GRACE)]
     assert FAILURE_GRACE <= 5

@@ -38,6 +38,8 @@ def watching_agent(live_ranks):
     agent._failed_ranks = lambda _: {}
     agent._first_signal = FirstSignal()
     alone = SimpleNamespace(group_world_size=1)
-    agent._shared_stop = SharedStop(alone, agent._first_signal, stops_all=True, has_store=True)
+    agent._shared_stop = SharedStop(
+        alone, None, agent._first_signal, stops_all=True, has_store=True
+    )
     agent.live_ranks = lambda: live_ranks
     return agent

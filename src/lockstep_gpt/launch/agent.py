@@ -18,8 +18,7 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
@@ -31,7 +30,7 @@ from lockstep_gpt.exits import (
     describe_endings,
     failed_endings,
 )
-from lockstep_gpt.launch import machines, rank_program
+from lockstep_gpt.launch import machines, meeting, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.launch.torch_build import refuse_missing
@@ -78,7 +77,8 @@ def main(
             cause = str(error.__cause__ or error)
             line = cause
             if has_peers:
-                line = machines.explain_missed_rendezvous(config, cause)
+                is_lost = isinstance(error, RendezvousConnectionError)
+                line = machines.explain_missed_rendezvous(config, cause, is_lost)
             explanation = remedies.explain_error(cause, config, 1)
             if explanation:
                 print(explanation, file=sys.stderr)
@@ -123,20 +123,14 @@ class RankAgent(LocalElasticAgent):
         folder: str,
         first_signal: FirstSignal,
     ) -> None:
-        parameters = RendezvousParameters(
-            backend="c10d",
-            run_id=run.hash(),
-            max_nodes=config.trainer["num_nodes"],
-            read_timeout=60,  # with less, a link down for seconds ends the run
-            **rendezvous,
-        )
+        handler, store = meeting.connect(run.hash(), config, rendezvous)
         program, *arguments = rank_program.command(run)
         spec = WorkerSpec(
             role="rank",
             local_world_size=config.trainer["devices"],
             entrypoint=program,
             args=tuple(arguments),
-            rdzv_handler=get_rendezvous_handler(parameters),
+            rdzv_handler=handler,
             max_restarts=config.launch.max_restarts,
             monitor_interval=0.001,  # `_monitor_workers` waits; torch refuses 0
             local_addr=rendezvous["local_addr"],
@@ -148,8 +142,9 @@ class RankAgent(LocalElasticAgent):
         self._first_signal = first_signal
         has_store = bool(rendezvous.get("is_host"))
         stops_all = has_store or not config.launch.min_nodes  # without it, others can go on
+        group = self.get_worker_group()
         self._shared_stop = SharedStop(
-            self.get_worker_group(), first_signal, stops_all=stops_all, has_store=has_store
+            group, store, first_signal, stops_all=stops_all, has_store=has_store
         )
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
@@ -185,6 +180,14 @@ class RankAgent(LocalElasticAgent):
     def live_ranks(self) -> list[int]:
         """Return the process ids of ranks that have not ended."""
         return [process.pid for process in self._processes().values() if process.poll() is None]
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        def meet_once() -> None:
+            self.last_check = time.monotonic()
+            super(RankAgent, self)._rendezvous(worker_group)
+
+        with self._shared_stop.followed_by_thread():
+            meeting.meet(meet_once, self._config)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self._failed_ranks(worker_group):

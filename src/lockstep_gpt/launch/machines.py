@@ -92,18 +92,29 @@ def rendezvous_parameters(config: Config, node_rank: int) -> dict[str, Any]:
     }
 
 
-def explain_missed_rendezvous(config: Config, cause: str) -> str:
-    """Return the message that not all machines came to the meeting."""
+def explain_missed_rendezvous(config: Config, cause: str, is_lost: bool) -> str:
+    """Return the message that not all machines came to the meeting.
+
+    Args:
+        config: where and how long they wait.
+        cause: an error's message.
+        is_lost: whether machine 0 is silent, without which nobody meets.
+    """
     launch = config.launch
+    assert launch.rdzv_endpoint is not None
+    if is_lost:
+        place = launch.rdzv_endpoint
+        fault = f"machine 0, where all machines meet, has ended or can't be reached at {place}"
+    else:
+        fault = (
+            f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} "
+            f"within launch.join_seconds={launch.join_seconds:g}"
+        )
     detail = f" ({cause})" if cause else ""
     remedy = "start the same command on each, with its own launch.node_rank"
-    assert launch.rdzv_endpoint is not None
     if is_rehearsal(launch.rdzv_endpoint):
         remedy += "; this address is for commands on one machine, so for several, give machine 0's"
-    return (
-        f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
-        f"launch.join_seconds={launch.join_seconds:g}{detail}; {remedy}"
-    )
+    return f"{fault}{detail}; {remedy}"
 
 
 def end_when_cut_off(agent: Any, config: Config, run: RunDirectory, node_rank: int) -> None:

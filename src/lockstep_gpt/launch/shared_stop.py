@@ -2,15 +2,18 @@
 
 The ranks agree on it by themselves and save together. But an agent whose ranks have stopped can't
 know why: after a signal to a single rank, it must restart them, and would wait for a machine that
-has ended. So an agent that gets a signal writes it into the store where the machines have met.
+has ended. So an agent that gets a signal writes it into the store where the machines meet. Those
+that still wait for others to come look there, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, cast
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
@@ -32,16 +35,24 @@ class SharedStop:
     """The stop signal of a run on several machines; with one machine, it does nothing.
 
     Args:
-        group: this machine's ranks; has the store once the machines have met.
+        group: this machine's ranks; has a store for them once the machines have met.
+        store: where the machines meet; None: there is only one.
         first_signal: what handles the signals of this machine's agent.
         stops_all: whether a signal to this machine stops the others.
         has_store: whether the store ends with this machine's agent.
     """
 
     def __init__(
-        self, group: WorkerGroup, first_signal: FirstSignal, *, stops_all: bool, has_store: bool
+        self,
+        group: WorkerGroup,
+        store: Store | None,
+        first_signal: FirstSignal,
+        *,
+        stops_all: bool,
+        has_store: bool,
     ) -> None:
         self._group: Any = group  # torch types what is set later as None
+        self._store_of_all: Any = store  # torch's types lack `clone`
         self._first_signal = first_signal
         self._stops_all = stops_all
         self._has_store = has_store
@@ -50,7 +61,7 @@ class SharedStop:
 
     def announce(self) -> None:
         """Tell the other machines of the signal that stops this one, if one does."""
-        store = self._store()
+        store = self._store_of_all
         signum = self._first_signal.received
         if store is None or signum is None or not self._stops_all:
             return
@@ -64,19 +75,48 @@ class SharedStop:
         Args:
             at_once: whether to look at the store even if the last look was a moment ago.
         """
-        store = self._store()
+        store = self._store_of_all
         now = time.monotonic()
         if store is None or (now - self._looked_at < LOOK_SECONDS and not at_once):
             return
         self._looked_at = now
+        signum = self._announced_in(store)
+        if signum is not None:
+            self._first_signal(signum, None)
+
+    def _announced_in(self, store: Store) -> int | None:
+        """Return the signal that stops another machine; None if none does, or if it is lost."""
         try:
             if not store.check([KEY]):
-                return
+                return None
             signum = int(store.get(KEY))
         except DistError:
-            return  # the rendezvous fails, too, and says why
+            return None  # the rendezvous fails, too, and says why
         self._has_followed = True
-        self._first_signal(signum, None)
+        return signum
+
+    @contextlib.contextmanager
+    def followed_by_thread(self) -> Iterator[None]:
+        """Handle another machine's signal also in a block that waits for all machines to meet."""
+        if self._store_of_all is None:
+            yield
+            return
+        has_met = threading.Event()
+        arguments = (self._store_of_all.clone(), threading.get_ident(), has_met)
+        # Nobody waits for its end: if the machine with the store is silent, a call never returns.
+        threading.Thread(target=self._follow_until, args=arguments, daemon=True).start()
+        try:
+            yield
+        finally:
+            has_met.set()
+
+    def _follow_until(self, store: Store, thread: int, has_met: threading.Event) -> None:
+        """Send another machine's signal to the `thread` that waits, unless it `has_met` all."""
+        while not has_met.wait(LOOK_SECONDS):
+            signum = self._announced_in(store)
+            if signum is not None and not has_met.is_set():
+                signal.pthread_kill(thread, signum)
+                return
 
     def leave(self) -> None:
         """Wait for the ranks of the other machines, for some seconds at most.
@@ -107,20 +147,23 @@ class SharedStop:
         Rank 0 does if all ranks have saved; otherwise, the command of machine 0.
         """
         stopped_by = Ending(status).stopped_by
-        if self._store() is None or not stopped_by:
+        if self._store_of_all is None or not stopped_by:
             return
-        is_saved = bool(run.read_summary().get("saved"))
+        has_met = self._store() is not None
+        is_saved = has_met and bool(run.read_summary().get("saved"))
         if (is_saved and self._group.group_rank == 0) or (not is_saved and node_rank == 0):
             return
         cause = f"stopped by {SIGNALS[stopped_by]}"
         if self._has_followed:
             cause += " on another machine"
-        if not is_saved:
+        if not has_met:
+            cause += " before all machines met"
+        elif not is_saved:
             cause += " before all ranks saved"
         last_line.show(run, cause, node_rank)
 
     def _store(self) -> Store | None:
-        """Return the store; None before the machines have met, or if there is only one."""
+        """Return the ranks' store; None before the machines have met, or if there is only one."""
         if (self._group.group_world_size or 1) < 2:
             return None
         return cast(Store, self._group.store)
