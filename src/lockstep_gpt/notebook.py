@@ -82,7 +82,9 @@ def compose(*overrides: str) -> DictConfig:
         if len(composed) != 1:
             words = " ".join(overrides)
             count = len(composed)
-            raise UserError(f"compose({words}) makes {count} configurations; leave out flags")
+            raise UserError(
+                f"compose({words}) makes {count} configurations; leave out flags such as --multirun"
+            )
         config = composed[0]
         values, checked = _checked(config, *overrides)
         batch = _batch(checked, _one_rank(checked))

@@ -298,7 +298,7 @@ def test_a_rank_file_of_gpt2_is_the_same_tokenizer(gpt2, tmp_path):
 def test_a_rank_file_has_the_ids_of_its_tokenizer(bpe, tmp_path, monkeypatch):
     content = json.loads(bpe.to_dict()["json"])
     path = _as_rank_file(tmp_path / "own.tiktoken", content)
-    with pytest.raises(UserError, match=r"tiktoken has \d+ tokens; of rank files, only GPT-2's"):
+    with pytest.raises(UserError, match=r"tiktoken has \d+ tokens; only GPT-2's"):
         make_tokenizer(str(path), None, ())
     monkeypatch.setattr(rank_files, "SIZE", bpe.vocab_size - 1)
     made = make_tokenizer(str(path), None, ())

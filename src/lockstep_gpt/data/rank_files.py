@@ -30,8 +30,8 @@ def from_ranks(path: Path) -> Any:
     ranks = _ranks(path)
     if len(ranks) != SIZE or [*ranks.values()] != [*range(SIZE)]:
         raise UserError(
-            f"data.tokenizer={path} has {len(ranks):,} tokens; of rank files, only GPT-2's with "
-            f"{SIZE:,} can be read; give this tokenizer's tokenizer.json"
+            f"data.tokenizer={path} has {len(ranks):,} tokens; only GPT-2's .tiktoken file "
+            f"({SIZE:,} tokens) can be read; give this tokenizer's tokenizer.json"
         )
     characters = byte_characters()
     words = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -66,8 +66,8 @@ def _left_part(token: bytes, ranks: dict[bytes, int]) -> int:
         pairs = [token[starts[place] : ends[place + 1]] for place in range(len(ends) - 1)]
         merged = [ranks.get(pair, SIZE) for pair in pairs]
         if min(merged) >= ranks[token]:
-            raise ValueError(f"no two tokens make {token!r}")
+            raise ValueError(f"{token!r} isn't a merge of two tokens")
         del ends[merged.index(min(merged))]
     if token[: ends[0]] not in ranks or token[ends[0] :] not in ranks:
-        raise ValueError(f"no two tokens make {token!r}")
+        raise ValueError(f"{token!r} isn't a merge of two tokens")
     return ends[0]

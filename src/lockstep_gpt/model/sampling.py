@@ -17,7 +17,9 @@ def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> Non
     if tokens.shape[1] == 0:
         raise UserError("the prompt is empty; give at least one token")
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"temperature={temperature} must be at least 0; 0 is the likeliest token")
+        raise UserError(
+            f"temperature={temperature} must be at least 0; 0 picks the likeliest token"
+        )
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k={top_k} must be at least 1; omit it to sample from all tokens")
 

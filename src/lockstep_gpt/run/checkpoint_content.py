@@ -41,7 +41,9 @@ def load_content(path: Path, needed: Collection[str], map_location: Any = "cpu")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"has more than tensors and values: {_first_line(error)}") from None
+        raise CheckpointError(
+            f"has objects other than tensors and plain values: {_first_line(error)}"
+        ) from None
     except UNREADABLE as error:
         if not is_archive:
             raise CheckpointError("is damaged: it is not a whole zip archive") from None

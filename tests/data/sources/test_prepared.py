@@ -170,7 +170,7 @@ def test_what_tokens_alone_would_not_train_equally_is_refused(copy, here):
         prepare(here(copy))
     splits = json.loads((copy / INDEX).read_bytes())["splits"]
     change_index(copy, settings=settings, splits={**splits, "code/train": splits["train"]})
-    with pytest.raises(UserError, match=r"is of a mixture; .* data\.sources\.NAME=prepared"):
+    with pytest.raises(UserError, match=r"holds a mixture; .* data\.sources\.NAME=prepared"):
         prepare(here(copy))
 
 

@@ -273,7 +273,7 @@ def test_a_conversation_beyond_the_context_is_refused_or_cut_and_says_so(server)
         ({"max_completion_tokens": 1.5}, "max_completion_tokens must be an integer"),
         ({"temperature": -1}, "temperature must be a number from 0 to 2"),
         ({"temperature": "hot"}, "temperature must be a number"),
-        ({"temperature": 1e400}, "the body is not JSON (Infinity is not a number of JSON)"),
+        ({"temperature": 1e400}, "the body is not JSON (Infinity is not a JSON number)"),
         ({"top_p": 0}, "top_p=0 must be above 0"),
         ({"top_k": 0}, "top_k must be an integer from 1"),
         ({"seed": 2**63}, "seed must be an integer from 0"),

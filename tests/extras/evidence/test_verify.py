@@ -141,9 +141,9 @@ def test_a_machine_whose_replays_differ_is_called_unstable(command):
     ("words", "message"),
     [
         (["none"], "none has no config.yaml; name the directory of a run"),
-        (["run", "--from", "5"], "--from=5 is no saved state of run; it has 0, 3"),
-        (["run", "--to", "5"], "--to=5 is no saved step after 0; run has 3"),
-        (["run", "--from", "3"], "--to=3 is no saved step after 3; run has none"),
+        (["run", "--from", "5"], "--from=5 isn't a saved state of run; it has 0, 3"),
+        (["run", "--to", "5"], "--to=5 isn't a saved step after 0; run has 3"),
+        (["run", "--from", "3"], "--to=3 isn't a saved step after 3; run has none"),
     ],
 )
 def test_a_mistake_is_one_line(command, words, message):

@@ -155,7 +155,7 @@ def claims(folder, **settings):
 BROKEN = {
     "another model": (
         lambda folder: edited(folder, model_type="llama"),
-        "is a llama, but model.architecture=gpt needs a gpt2; give such a folder",
+        "is for llama, but model.architecture=gpt needs gpt2; give a gpt2 folder",
     ),
     "no folder": (shutil.rmtree, r"config.json cannot be read \(No such file or directory\); give"),
     "no settings": (
@@ -173,7 +173,7 @@ BROKEN = {
     "wider inside": (lambda folder: gpt2(folder, n_inner=70), "c_fc.weight of shape"),
     "a layer more": (
         lambda folder: claims(folder, n_layer=(3, 2)),
-        "which the model does not have",
+        "which the model lacks; choose another folder",
     ),
     "a layer less": (
         lambda folder: claims(folder, n_layer=(1, 2)),
@@ -181,7 +181,7 @@ BROKEN = {
     ),
     "an untied head": (
         lambda folder: claims(folder, tie_word_embeddings=(False, True)),
-        "has lm_head.weight, which the model does not have",
+        "has the weight lm_head.weight, which the model lacks",
     ),
     "another vocabulary": (
         lambda folder: edited(folder, vocab_size=257),

@@ -185,7 +185,7 @@ class PreparedFolder(Source):
             kind = index.settings.get("prepared", {}).get("source")
         if any("/" in name for name in index.splits):
             raise UserError(
-                f"{url} is of a mixture; copy the folders of its sources, and mix those: "
+                f"{url} holds a mixture; copy its sources' folders, and mix them: "
                 "data.sources.NAME=prepared data.sources.NAME.path=URL"
             )
         sources = {choice.kind: choice for choice in data_choices().values()}

@@ -222,6 +222,6 @@ def _check_base(
         missing_keys.append(prefix + DIGEST)
     elif not torch.equal(saved.cpu(), model.base_sha256):
         raise UserError(
-            "the adapters belong to other weights than model.init_from has now; put those back, or "
-            "export the model before they change"
+            "the adapters belong to other weights than model.init_from has now; restore "
+            "those weights"
         )

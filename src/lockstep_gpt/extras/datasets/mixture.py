@@ -90,7 +90,7 @@ class Mixture(Source):
                 "data.weights.code=1"
             )
         if len(self.sources) > MOST:
-            raise UserError(f"data.sources has {len(self.sources)}; the most are {MOST}")
+            raise UserError(f"data.sources has {len(self.sources)}; at most {MOST} are allowed")
         self.make_sources()
         self._check_table("weights", self.weights)
         self._check_table("epochs", self.epochs)

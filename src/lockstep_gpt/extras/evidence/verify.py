@@ -79,14 +79,14 @@ def steps_of(recorded: Recorded, start: int, end: int | None, devices: int | Non
     present = [step_of(path) for path in checkpoints_in(run.checkpoints)]
     if start and start not in present:
         known = ", ".join(map(str, [0, *present]))
-        raise UserError(f"--from={start} is no saved state of {run.path}; it has {known}")
+        raise UserError(f"--from={start} isn't a saved state of {run.path}; it has {known}")
     comparable = sorted({*recorded.hashes, *present})
     if end is None:
         end = present[-1]
     ends = [step for step in comparable if step > start]
     if end not in ends:
         known = ", ".join(map(str, ends)) or "none"
-        raise UserError(f"--to={end} is no saved step after {start}; {run.path} has {known}")
+        raise UserError(f"--to={end} isn't a saved step after {start}; {run.path} has {known}")
     saves = [step for step in ends if step <= end]
     count, has_gpu = _devices(recorded, end, devices)
     return Steps(run, start, end, saves, count, has_gpu, _micro_size(recorded, end))

@@ -143,7 +143,8 @@ def environments_of(placement: Placement, at_once: int | None) -> list[dict[str,
     """
     if placement.nodes > 1:
         raise UserError(
-            "compare trains on one machine; train on several by yourself, then compare --runs"
+            "compare trains on one machine; to use several, train the runs first, then use "
+            "compare --runs"
         )
     if placement.accelerator == "cuda":
         return _with_gpus(placement.devices, at_once)

@@ -146,7 +146,9 @@ def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
 def _refuse_left_over(left: Weights, source: str) -> None:
     for name, weight in sorted(left.items(), key=lambda item: item[0].endswith(".bias")):
         if not name.endswith(".bias"):
-            raise UserError(f"{source} has {name}, which the model does not have; choose another")
+            raise UserError(
+                f"{source} has the weight {name}, which the model lacks; choose another folder"
+            )
         if weight.any():
             raise UserError(f"{source} has biases, such as {name}; set model.bias=true")
 

@@ -58,8 +58,9 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
     """Reject a model that the weights don't fit; each error names the remedy."""
     if saved.get("model_type") != layout.model_type:
         raise UserError(
-            f"{source} is a {saved.get('model_type')}, but model.architecture="
-            f"{model.config.architecture} needs a {layout.model_type}; give such a folder"
+            f"{source} is for {saved.get('model_type')}, but model.architecture="
+            f"{model.config.architecture} needs {layout.model_type}; give a "
+            f"{layout.model_type} folder"
         )
     learned = POSITIONS in model.state_dict()
     for theirs, ours in layout.names.items():
@@ -81,9 +82,10 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
     for name in layout.computes:
         value = saved.get(name, about[name])
         if SAME.get(value, value) != about[name]:
+            wanted = f"{name}={as_typed(about[name])}"
             raise UserError(
-                f"{source} has {name}={as_typed(value)}, but the model computes with "
-                f"{as_typed(about[name])}; choose weights that were trained with it"
+                f"{source} has {name}={as_typed(value)}, but the model computes with {wanted}; "
+                f"choose weights trained with {wanted}"
             )
 
 
