@@ -262,6 +262,7 @@ def test_a_local_folder_comes_before_the_package(gpt2_files, bpe, monkeypatch):
 
 
 @WITH_GPT2
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # of tokenizers 0.22 to transformers
 def test_gpt2_has_the_ids_of_transformers(gpt2):
     """And of tiktoken: on 10 MB, and on every code point alone, before a space, and in words."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

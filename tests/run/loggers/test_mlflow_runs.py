@@ -53,6 +53,13 @@ def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(command, client):
         assert logged[-1][0] == 30
 
 
+def test_a_new_database_leaves_the_lines_of_the_run_alone(command):
+    ended = command.train("logger=mlflow", "run_dir=run", "max_steps=10")
+    for printed in (ended.stdout + ended.stderr, (command.folder / "run/train.log").read_text()):
+        assert "step 10/10" in printed
+        assert "done in" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["", "0" * 32])  # a torn file; a run that was deleted
 def test_an_id_that_leads_nowhere_gives_way_to_a_new_run(tmp_path, store, monkeypatch, damage):

@@ -181,6 +181,12 @@ def full_disk(tmp_path):
                     return
 
     yield folder, fill
+    # A run of wandb that failed isn't finished: a later line to its log would need the disk.
+    trackers = logging.getLogger("wandb")
+    for handler in [*trackers.handlers]:
+        if Path(getattr(handler, "baseFilename", "")).is_relative_to(folder):
+            trackers.removeHandler(handler)
+            handler.close()
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
