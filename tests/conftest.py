@@ -33,6 +33,8 @@ from lockstep_gpt.launch import supervise
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
     processes.end_with_parent(os.getppid())
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests send it, and children inherit nohup's
 # The default limit of 200 ms per example fails on a busy machine.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -130,11 +130,13 @@ def only_process(processes_of, run, program, last_word):
     return pid
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_machines_meet_again_if_one_stood_still_while_they_met(
     command, processes_of, is_alive, kill, wait_for, wait_for_checkpoint
 ):
     run = command.folder / "run"
+    command.python = None  # a fork's words are those of its server
     machines = start_both(command, run, *LONG, f"launch.lost_seconds={LOST}")
     wait_for_checkpoint(run)
     agents = [only_process(processes_of, run, "agent_program", node) for node in (0, 1)]
@@ -173,12 +175,14 @@ def connected_agents(processes_of, run, port):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_stop_before_all_machines_meet_ends_those_that_wait(
     command, processes_of, wait_for, node
 ):
     run = command.folder / "run"
+    command.python = None  # as above
     port = free_port()
     place = f"launch.rdzv_endpoint=127.0.0.1:{port}"
     machines = start_both(command, run, *LONG, place, "batch.global_size=9", expected=3)
