@@ -86,6 +86,7 @@ def test_a_number_takes_all_that_is_left_in_shared_memory(train):
     )
 
 
+@pytest.mark.slow
 def test_memory_that_fills_up_later_is_one_line(train, command):
     (command.folder / "fills.py").write_text(FILLS)
     node = "+callbacks.fills._target_=fills.Fills"

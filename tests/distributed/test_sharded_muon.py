@@ -79,11 +79,13 @@ def assert_same_losses(ours, theirs, tolerance=1e-5):
         assert ours[name] == pytest.approx(theirs[name], rel=tolerance)
 
 
+@pytest.mark.slow
 def test_four_shards_give_the_losses_of_one_device(runs):
     assert runs.summary("shards")["world_size"] == 4
     assert_same_losses(runs.summary("shards"), runs.summary("one"))
 
 
+@pytest.mark.slow
 def test_each_of_four_ranks_has_a_quarter_of_weights_gradients_and_optimizer_state(runs):
     (one, *_), shards = (
         [json.loads((runs.folder / f"held-{size}-{rank}.json").read_text()) for rank in range(size)]
@@ -93,6 +95,7 @@ def test_each_of_four_ranks_has_a_quarter_of_weights_gradients_and_optimizer_sta
         assert 0.2 * one < held <= (1 / 4 + 0.1) * one
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_shards_is_one_device_s(runs):
     ours, one = (read_checkpoint(checkpoint(runs.folder / run, 10)) for run in ("shards", "one"))
     (ours_state,), (one_state,) = ours["optimizer_states"], one["optimizer_states"]

@@ -25,6 +25,7 @@ def without_wandb(tmp_path):
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_tracker_needs_no_wandb(command, without_wandb):
     code = "import wandb"
     absent = command.start_words([sys.executable, "-c", code], **without_wandb)
