@@ -209,7 +209,7 @@ class Drill(SmallRuns):
         """Damage the newest checkpoint: the run must resume from the one before it."""
         from lockstep_gpt.run.checkpoint import checkpoints_in
 
-        process = self.start("flipped")
+        process = self.start("flipped", "checkpoint.memory=false")  # a newer state there is used
         folder = self.directory("flipped").checkpoints
         self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
         process.kill()
