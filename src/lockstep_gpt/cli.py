@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
+from lockstep_gpt import PROGRAM, VERSION, registry, standard_streams, stop_signals
 from lockstep_gpt.catalog import extra_of_command, how_to_add
 from lockstep_gpt.errors import (
     ReportedError,
@@ -19,7 +19,6 @@ from lockstep_gpt.errors import (
 )
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import SHORT_SPINS, end_process, print_error, refuse_as_program
-from lockstep_gpt.registry import COMMANDS as KIND
 from lockstep_gpt.registry import Command, additions, resolved
 from lockstep_gpt.stop_signals import Interrupted
 
@@ -30,7 +29,7 @@ COMMANDS = {
     "generate": Command(".inference.generate:main", "continue a prompt", False),
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
     "-sc": Command(".cli:complete", "complete words in the shell", False),
-    **{name: command for table in additions(KIND) for name, command in table.items()},
+    **{name: command for table in additions(registry.COMMANDS) for name, command in table.items()},
 }
 
 
