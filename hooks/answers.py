@@ -20,7 +20,7 @@ EXTRAS = {
     "cluster": "plans of a run, checks of machines, drills, sizes of models",
     "datasets": "several sources at once, documents kept apart, packing",
     "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
-    "hub": "export to and start from Hugging Face models",
+    "hub": "export to Hugging Face, and start from its models",
     "pages": "the report of a run, and a page that shows the all-reduce",
     "tasks": "accuracy on tasks, during training and afterward",
     "warm": "ranks start faster, as forks of one process",

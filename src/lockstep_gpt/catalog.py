@@ -39,7 +39,7 @@ CATALOG = {
         "verdicts on whether a change helps, and runs checked bit by bit",
         commands=("compare", "verify"),
     ),
-    "hub": Offer("export to and start from Hugging Face models", commands=("export",)),
+    "hub": Offer("export to Hugging Face, and start from its models", commands=("export",)),
     "pages": Offer(
         "the report of a run, and a page that shows the all-reduce",
         commands=("panel", "report"),
