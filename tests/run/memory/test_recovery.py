@@ -1,5 +1,7 @@
 """The newest state in any machine's memory: which one counts, and how machines get it."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -153,20 +155,34 @@ def test_a_folder_stays_while_a_process_uses_it_that_has_read_it(run):
     assert not identity.folder.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 def test_states_of_runs_on_a_disk_that_is_away_stay(run, tmp_path):
     use_machine(run, 0)
-    directory = RunDirectory(tmp_path / "disk/runs/first")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        directory = RunDirectory(disk / "runs/first")
+        directory.create({"seed": 1})
+        keep_here(directory, 0, 1)
+        folder = identity_of(directory).folder
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    files.remove_abandoned()
+    assert folder.exists()
+
+
+def test_states_of_a_run_stay_until_it_is_deleted_also_with_all_around_it(run, tmp_path):
+    use_machine(run, 0)
+    directory = RunDirectory(tmp_path / "project/runs/first")
     directory.create({"seed": 1})
     keep_here(directory, 0, 1)
     folder = identity_of(directory).folder
-    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    token = directory.path / ".token"
+    token.rename(tmp_path / "token")
+    token.mkdir()  # which can't be read
     files.remove_abandoned()
     assert folder.exists()
-    (tmp_path / "unmounted").rename(tmp_path / "disk")
-    (tmp_path / "disk/runs/first/.token").rename(tmp_path / "token")
-    (tmp_path / "disk/runs/first/.token").mkdir()  # which can't be read
-    files.remove_abandoned()
-    assert folder.exists()
-    (tmp_path / "disk/runs/first").rename(tmp_path / "deleted")
+    shutil.rmtree(tmp_path / "project")
     files.remove_abandoned()
     assert not folder.exists()

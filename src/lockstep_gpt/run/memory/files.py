@@ -42,16 +42,19 @@ class Identity:
         token: random, in the run's directory since it was created.
         run: the real path of that directory.
         boot: the kernel's name for the time since the machine started.
+        device: the disk of that directory; a disk that was away may have another number.
     """
 
     token: str
     run: str
     boot: str
+    device: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, directory: Path, token: str) -> Self:
         """Return the identity of the run in `directory`, on this machine."""
-        return cls(token, os.path.realpath(directory), _boot_id())
+        path = os.path.realpath(directory)
+        return cls(token, path, _boot_id(), Path(path).stat().st_dev)
 
     @property
     def folder(self) -> Path:
@@ -254,7 +257,9 @@ def remove_abandoned() -> None:
         with contextlib.suppress(OSError, SharedMemoryError):  # another command does the same
             refuse_foreign(folder)
             with contextlib.ExitStack() as until_removed:
-                if _takes_all_locks(folder, until_removed) and _is_abandoned(folder):
+                if _takes_all_locks(folder, until_removed) and all(
+                    _is_over(header.identity) for header in _headers_in(folder).values()
+                ):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -262,11 +267,6 @@ def _takes_all_locks(folder: Path, stack: contextlib.ExitStack) -> bool:
     """Lock `folder` until `stack` ends; return whether a process has used it, and none does."""
     locks = [*folder.glob(f"*{LOCK}")]
     return bool(locks) and all(_take(stack.enter_context(path.open("ab"))) for path in locks)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Return whether nobody continues the runs of all complete states in `folder`."""
-    return all(_is_over(header.identity) for header in _headers_in(folder).values())
 
 
 def _is_over(identity: Identity) -> bool:
@@ -281,7 +281,8 @@ def _is_over(identity: Identity) -> bool:
     try:
         token = directory.name_in_memory.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        return directory.path.parent.is_dir()  # else the disk may not be mounted here
+        ancestor = next(parent for parent in directory.path.parents if parent.is_dir())
+        return ancestor.stat().st_dev == identity.device  # else its disk is away
     except (OSError, UnicodeDecodeError):
         return False
     return token != identity.token or directory.read_summary().get("status") == "done"
