@@ -18,7 +18,7 @@ from lockstep_gpt.errors import (
     refusing_long_names,
 )
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.processes import SHORT_SPINS, end_process, print_error, refuse_as_program
+from lockstep_gpt.processes import end_process, print_error, refuse_as_program
 from lockstep_gpt.registry import Command, additions, resolved
 from lockstep_gpt.stop_signals import Interrupted
 
@@ -41,7 +41,6 @@ def run() -> NoReturn:
     standard_streams.open_missing()
     standard_streams.show_every_character()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, every child seems to succeed
-    os.environ.update({**SHORT_SPINS, **os.environ})  # for a command that computes here
     end_process(_run_command(sys.argv[1:]))
 
 

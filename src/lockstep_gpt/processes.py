@@ -22,9 +22,6 @@ from lockstep_gpt.python_patches import run_exit_handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-# For GNU OpenMP, which reads it at load: a thread that waits for others leaves its core to other
-# programs sooner. With its own value, 300,000, steps on a busy machine take many times as long.
-SHORT_SPINS = {"GOMP_SPINCOUNT": "10000"}
 _exit_seconds: float | None = None  # None: exit handlers may take any time
 
 

@@ -131,3 +131,31 @@ def test_torchrun_repeats_a_mistake_as_the_cause(command):
     _, err = process.communicate(timeout=240)
     cause = err.partition("Root Cause")[2]
     assert f"{PROGRAM} train: batch.global_size=7 is not divisible by 2 devices" in cause
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "expriment=smoke"], "unknown setting expriment; did you mean experiment?"),
+        (
+            ["train", "experiment=smoke", "resume=auto"],
+            "resume=auto continues the run in run_dir, which is not set; write run_dir=runs/NAME, "
+            "also for a new run, or leave resume=auto out",
+        ),
+        (
+            ["generate", "run_dir=runs/first"],
+            "run_dir=runs/first is a setting of train; here, write only the path: runs/first",
+        ),
+    ],
+)
+def test_a_word_that_means_another_gets_the_right_one(words, line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == f"{PROGRAM} {words[0]}: {line}\n"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_sweep_prints_each_job_once(command):
+    out = command.train("-m", "optim.lr=1e-3,2e-3", "max_steps=2", "run_dir=sweep").stdout
+    assert out.count("job 1: optim.lr=0.002") == 1
+    assert "#1 :" not in out  # Hydra's own line

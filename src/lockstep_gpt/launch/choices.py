@@ -76,6 +76,8 @@ def suggested_setting(path: str) -> str:
     """Suggest the setting nearest to `path`, or one with its name in a group."""
     parent, dot, name = path.rpartition(".")
     known = [setting for settings in settings_below(parent).values() for setting in settings]
+    if not parent:
+        known += group_names()
     near = suggestion(name, known, parent + dot)
     if near or parent in (*OPEN_GROUPS, ""):
         return near or _nested_suggestion(parent, name)

@@ -24,6 +24,7 @@ def log_to_stdout() -> Iterator[None]:
     handlers_before = root.handlers
     level_before = root.level
     root.handlers = [logging.StreamHandler(sys.stdout)]
+    logging.getLogger("hydra").setLevel(logging.WARNING)  # it repeats our line of a sweep's job
     try:
         yield
     finally:

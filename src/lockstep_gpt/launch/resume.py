@@ -78,6 +78,11 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
         status = _resume_with_choices(run, composed)
         return status, float(run.read_summary().get("val_loss") or "nan")
     values, config = compose.resolve_config(composed)
+    if continues and composed.run_dir is None and not resolving.is_sweep():
+        raise UserError(
+            "resume=auto continues the run in run_dir, which is not set; write run_dir=runs/NAME, "
+            "also for a new run, or leave resume=auto out"
+        )
     if continues:
         print(f"{run.path} does not exist yet: starting a new run")
     return start.train_once(values, config)

@@ -12,7 +12,6 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
-from lockstep_gpt.processes import SHORT_SPINS
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
@@ -140,10 +139,8 @@ def rank_environment(config: Config) -> dict[str, str]:
     if config.compile:  # each rank would start as many compilers as there are cores
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
     accelerator = config.trainer["accelerator"]
-    if accelerator == "cpu":
-        environment |= SHORT_SPINS
-        if config.launch.keep_memory:
-            environment |= KEEP_MEMORY
+    if accelerator == "cpu" and config.launch.keep_memory:
+        environment |= KEEP_MEMORY
     if accelerator == "cuda" and OLD_ALLOCATOR_SETTINGS not in os.environ:
         environment |= GROWING_SEGMENTS
     return {**environment, **os.environ}
