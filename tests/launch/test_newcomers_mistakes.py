@@ -157,5 +157,5 @@ def test_a_word_that_means_another_gets_the_right_one(words, line, capsys, tmp_p
 
 def test_a_sweep_prints_each_job_once(command):
     out = command.train("-m", "optim.lr=1e-3,2e-3", "max_steps=2", "run_dir=sweep").stdout
-    assert out.count("job 1: optim.lr=0.002") == 1
+    assert out.count("job 1: launch.inline=True optim.lr=0.002") == 1
     assert "#1 :" not in out  # Hydra's own line

@@ -64,9 +64,8 @@ def test_the_old_name_of_the_allocator_s_settings_is_the_user_s_too(monkeypatch)
 @pytest.mark.parametrize(("before", "after"), [(None, "10000"), ("7", "7")])
 def test_threads_spin_shortly_since_the_package_is_imported(before, after, monkeypatch):
     """It sets the variable before torch loads the library that reads it."""
-    code = (
-        "import os, sys, lockstep_gpt; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
-    )
+    shown = "os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules"
+    code = f"import os, sys, lockstep_gpt; print({shown})"
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if before is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", before)
