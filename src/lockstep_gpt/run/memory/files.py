@@ -24,7 +24,7 @@ from lockstep_gpt.run.directory import RunDirectory
 SHARED_MEMORY = Path("/dev/shm")  # Linux's file system in memory; other systems have none
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LOCK = ".lock"  # the end of the name of a file that a writer locks while it lives
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 1 << 15  # a path of 4,096 characters fits, also if each is escaped
 SEAL_BYTES = 32  # the header's SHA-256, which comes first
 BLOCK_BYTES = 1 << 16  # whose words are added up for the digest
