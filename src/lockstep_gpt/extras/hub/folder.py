@@ -51,7 +51,8 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         force: replace an earlier export in `target`.
 
     Raises:
-        UserError: `target` contains something else, or transformers can't load such a model.
+        UserError: `target` contains something else, or transformers can't load such a model or
+            would compute something else.
     """
     from lockstep_gpt.extras.hub.card import model_card
     from lockstep_gpt.extras.hub.layouts import export_weights, layout_of
@@ -59,11 +60,15 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
     model, config, tokenizer = load_model(source, is_plain=True)
-    layout = layout_of(model.config, f"{source} cannot be exported")
+    why = f"{source} cannot be exported"
+    layout = layout_of(model.config, why)
     weights = export_weights(model, layout)
+    settings = layout.settings(model)
+    if layout.check:
+        layout.check.refuse_other_logits(model, settings, weights, why)
     card = model_card(read_checkpoint(source), model, source, layout.code)
     files = {
-        "config.json": {**layout.settings(model), **_special(tokenizer)},
+        "config.json": {**settings, **_special(tokenizer)},
         "generation_config.json": _special(tokenizer) | _generation(layout.code),
         **as_files(tokenizer, model.config.block_size),
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.initial_weights import (
@@ -38,6 +39,7 @@ class Layout:
         place: our name of a weight -> its name there, and whether the matrix is transposed there.
         computes: settings in config.json, other than the shape, that must be as in `about`.
         code: the file in this folder that transformers needs to load the model.
+        check: compares an export's logits with the model's; None: nothing does.
     """
 
     model_type: str
@@ -46,6 +48,7 @@ class Layout:
     place: Callable[[str], tuple[str, bool]]
     computes: tuple[str, ...]
     code: str | None = None
+    check: Check | None = None
 
     def settings(self, model: GPT) -> dict[str, Any]:
         """Return the content of config.json for `model`."""
@@ -225,6 +228,7 @@ LAYOUTS = {
         {**WIDTHS, "n_positions": "block_size"},
         _gpt2_place,
         tuple(GPT2_COMPUTES),
+        check=GPT2_CHECK,
     ),
     "modern": Layout(
         "modern_gpt",
@@ -233,5 +237,6 @@ LAYOUTS = {
         lambda ours: (ours, False),
         ("rotary_base", "attention_scale"),
         "modeling_modern.py",
+        MODERN_CHECK,
     ),
 }
