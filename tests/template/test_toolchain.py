@@ -56,7 +56,7 @@ def test_github_tests_every_python_with_the_pins_and_the_oldest_and_newest_versi
     others = {(each["python"], each["versions"]) for each in matrix["include"]}
     assert {(matrix["python"][0], "oldest"), (matrix["python"][-1], "newest")} <= others
     last = job["steps"][-1]
-    assert last["run"] == 'python scripts/dev.py test --versions "$VERSIONS"'
+    assert last["run"] == 'python scripts/dev.py test --all --versions "$VERSIONS"'
     assert last["env"]["VERSIONS"] == "${{ matrix.versions }}"
 
 
