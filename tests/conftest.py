@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
 import resource
@@ -337,6 +338,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lead = list(itertools.chain.from_iterable(files[number::workers]))
         items += [*lead, *itertools.islice(rest, max(0, size - len(lead)))]
     items += rest
+
+
+def pytest_runtest_setup() -> None:
+    """Begin each test with Python's own level of logs: some of what tests call changes it."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
