@@ -59,7 +59,7 @@ only install what the project and its extras need, as every command of dev.py do
 
 # Options of pytest that exclude our -n, among them `-m gpu`, because tests would share the GPUs.
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
-CHOOSING = ("-k", "-m", "--lf", "--last-failed", "--ff", "--deselect", "--pyargs")
+CHOOSING = ("-k", "-m", "--lf", "--last-failed")
 FAST = ["-m", "not slow"]
 SECONDS = "test-seconds"  # the time of all tests, or all fast ones, when they last passed
 # Seconds of all processes, divided by the number of test functions, if they have never passed.
@@ -168,8 +168,8 @@ def check(environment: Environment, options: "list[str]") -> int:
     if chosen is not None:
         checks["tests"] = [["pytest", *spread, "--durations=10", *chosen]]
     say(f"{environment.versions} versions: {environment.describe()}")
-    kind = "fast" if chosen == FAST else "all"
     is_whole = chosen in ([], FAST)
+    kind = "fast" if chosen == FAST else "all"
     seconds = environment.folder / f"{SECONDS}-{kind}"
     if is_whole:
         before = "lint, types and " if pinned else ""

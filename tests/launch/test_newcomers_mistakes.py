@@ -139,8 +139,8 @@ def test_torchrun_repeats_a_mistake_as_the_cause(command):
         (["train", "expriment=smoke"], "unknown setting expriment; did you mean experiment?"),
         (
             ["train", "experiment=smoke", "resume=auto"],
-            "resume=auto continues the run in run_dir, which is not set; write run_dir=runs/NAME, "
-            "also for a new run, or leave resume=auto out",
+            "resume=auto needs run_dir=runs/NAME, the run to continue or to start; "
+            "set it, or leave resume=auto out",
         ),
         (
             ["generate", "run_dir=runs/first"],

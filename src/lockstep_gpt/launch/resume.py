@@ -80,8 +80,8 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     values, config = compose.resolve_config(composed)
     if continues and composed.run_dir is None and not resolving.is_sweep():
         raise UserError(
-            "resume=auto continues the run in run_dir, which is not set; write run_dir=runs/NAME, "
-            "also for a new run, or leave resume=auto out"
+            "resume=auto needs run_dir=runs/NAME, the run to continue or to start; "
+            "set it, or leave resume=auto out"
         )
     if continues:
         print(f"{run.path} does not exist yet: starting a new run")
