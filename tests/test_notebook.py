@@ -21,7 +21,6 @@ EXACT = "batch.exact_micro_size=2"
 # Cells of a notebook in a real Jupyter kernel; each must print the same loss.
 CELLS = (
     """
-import argparse
 import json
 from lockstep_gpt import cli
 from lockstep_gpt.notebook import build, compose
