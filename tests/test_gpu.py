@@ -76,7 +76,7 @@ def test_the_machine_is_named(record_property):
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
     }
     for name, value in facts.items():
-        record_property(name, value)
+        record_property(name, str(value))  # workers can't send other types, as TorchVersion
 
 
 def test_nccl_trains_at_world_size_one(command):
@@ -260,7 +260,6 @@ TWO_ON_ONE = """
 import os, sys
 os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # as if two machines had one GPU each
 from lockstep_gpt.cli import main
-from lockstep_gpt.registry import merged
 sys.exit(main(sys.argv[1:]))
 """
 

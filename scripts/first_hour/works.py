@@ -55,6 +55,7 @@ def tests_of_gpus(job: Job) -> None:
         raise Skip("needs pytest")
     before = GPU_REPORT.stat().st_size if GPU_REPORT.is_file() else 0
     words = ["-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    words += ["-p", "no:benchmark"]  # where it is installed, it warns, and a warning is an error
     folder = f"--basetemp={job.hour.out / 'pytest'}"
     but_speed = ("-k", "not as_fast_as")  # stage C measures it
     output = job.run([sys.executable, "-m", "pytest", *words, folder, *but_speed])

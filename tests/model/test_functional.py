@@ -56,6 +56,25 @@ def test_padding_rows_never_change_the_loss_nor_receive_gradient() -> None:
     assert torch.equal(linear_cross_entropy(features, head, VOCAB, targets), loss)
 
 
+def test_compiled_logits_with_masked_padding_have_the_gradients_of_eager_ones() -> None:
+    losses = []
+    grads = []
+    for loss_of in (
+        linear_cross_entropy,
+        torch.compile(linear_cross_entropy, backend="aot_eager", dynamic=False),
+    ):
+        features, head, targets = batch()
+        head.data[VOCAB:] = 1e4
+        targets[0, 0] = IGNORE
+        loss = loss_of(features, head, VOCAB, targets)
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append([features.grad, head.grad])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads)
+    assert grads[1][1][VOCAB:].abs().max() == 0
+
+
 @pytest.mark.usefixtures("rows")
 def test_a_batch_of_only_ignored_targets_gives_zero_loss_and_gradient() -> None:
     features, head, targets = batch()

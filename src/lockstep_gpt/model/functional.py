@@ -102,7 +102,11 @@ def linear_cross_entropy(
             if device == "cpu":  # chunks were measured in eager mode there
                 apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
             return cast(Tensor, apply(features, head, vocab_size, targets))
-    logits = project_to_vocabulary(features, head, vocab_size)  # (N, V)
+    if torch.compiler.is_compiling():  # aligned rows: 2.3 of 18.9 ms at gpt2_124m on an H200
+        padding = torch.arange(len(head), device=features.device) >= vocab_size
+        logits = F.linear(features, head).masked_fill(padding, -math.inf)  # (N, V padded)
+    else:
+        logits = project_to_vocabulary(features, head, vocab_size)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     return total / (targets != IGNORE).sum().clamp(min=1)
