@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,12 @@ from lockstep_gpt.run.checkpoint import read_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.directory import literal
 from lockstep_gpt.run.migrations import migrate
+from lockstep_gpt.run.source_code import changes_since
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
+
+logger = logging.getLogger(__name__)
 
 # What a model needs, and what a configuration requires.
 NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "packing", "optim")
@@ -87,6 +91,11 @@ def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokeniz
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
     refuse_broken_weights(model.named_parameters(), f"checkpoint {path}")
+    starts = content.get("arithmetic", {})  # an earlier version has none
+    trained_by = starts[max(starts)].get("code") if starts else None
+    changed = changes_since(trained_by, ["model"])
+    if changed:
+        logger.warning("changed since %s was trained: %s", path, changed)
     if is_plain:
         for merge in merges:
             if merge is not None:

@@ -29,6 +29,7 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
 )
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.source_code import changes_since
 from lockstep_gpt.settings import counted
 
 # Bits depend on these, and without exact sums on the others too.
@@ -170,6 +171,9 @@ def other_arithmetic(run: Recorded, again: Recorded, steps: Steps) -> list[str]:
             if theirs.get(name) != ours.get(name):
                 label = name.replace("_", "-")
                 reasons.append(f"{label} {theirs.get(name)}, here {ours.get(name)}")
+        changed = changes_since(theirs.get("code"))
+        if changed:
+            reasons.append(f"other code in {changed}")
     return [*dict.fromkeys(reasons)]
 
 

@@ -1,5 +1,6 @@
-"""What a run's bits depend on besides its settings: processors, libraries, threads, and ranks."""
+"""What a run's bits depend on besides its settings: processors, libraries, code, and ranks."""
 
+import logging
 import platform
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from lightning import Callback
 
 from lockstep_gpt import VERSION
 from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep_gpt.run.source_code import changes_since, file_hashes
+
+logger = logging.getLogger(__name__)
 
 
 class Arithmetic(Callback):
@@ -22,8 +26,16 @@ class Arithmetic(Callback):
         self.history = dict(checkpoint.get("arithmetic", {}))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Add an entry, unless nothing has changed."""
+        """Add an entry, unless nothing has changed; say which of our files have."""
         facts = facts_of(pl_module.device, trainer)
+        before = [*self.history.values()][-1] if self.history else {}
+        changed = changes_since(before.get("code"))
+        if changed and trainer.is_global_zero:
+            logger.warning(
+                "changed since the run last started: %s; from step %d on, the new code trains",
+                changed,
+                trainer.global_step,
+            )
         if not self.history or [*self.history.values()][-1] != facts:
             self.history = {**self.history, trainer.global_step: facts}
 
@@ -38,6 +50,7 @@ def facts_of(device: torch.device, trainer: Any) -> dict[str, Any]:
         "processor": "; ".join(sorted({*from_each_rank(processor_of(device))})),
         "torch": str(torch.__version__),  # a plain type, to be saved
         "version": VERSION,
+        "code": file_hashes(),
         "threads": torch.get_num_threads(),
         "ranks": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,

@@ -1,0 +1,80 @@
+"""Code that has changed since a run trained is named: on resume, and when its model is loaded."""
+
+import pytest
+import torch
+
+from lockstep_gpt.cli import main
+from lockstep_gpt.run import source_code
+from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
+from lockstep_gpt.run.checkpoint import checkpoint_path, find_checkpoint
+
+
+@pytest.fixture
+def edit(monkeypatch, tmp_path):
+    """A copy of the package's folders that compute; a function that changes a file in it."""
+    package = tmp_path / "package"
+    for name in ("model/gpt.py", "training/train.py"):
+        file = package / name
+        file.parent.mkdir(parents=True)
+        file.write_text("first = 1\n")
+    monkeypatch.setattr(source_code, "PACKAGE", package)
+
+    def change(name):
+        (package / name).write_text("second = 2\n")
+        source_code.file_hashes.cache_clear()
+
+    source_code.file_hashes.cache_clear()
+    yield change
+    source_code.file_hashes.cache_clear()
+
+
+def test_changed_new_and_removed_files_are_named_and_many_are_counted():
+    now = source_code.file_hashes()
+    assert source_code.changes_since(now) is None
+    assert source_code.changes_since(None) is None  # of an earlier version
+    before = {**now, "model/gpt.py": "0", "model/removed.py": "1"}
+    del before["training/train.py"]
+    names = "model/gpt.py, model/removed.py, training/train.py"
+    assert source_code.changes_since(before) == names
+    assert source_code.changes_since(before, ["training"]) == "training/train.py"
+    assert source_code.changes_since({}) == (
+        f"{', '.join(sorted(now)[:3])} and {len(now) - 3} more"
+    )
+
+
+def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, caplog):
+    def train(steps):
+        caplog.clear()
+        path = checkpoint_path(tmp_path, steps - 2) if steps > 2 else None
+        run = new_run(max_steps=steps)
+        run.fit(Arithmetic(), run.checkpoints(tmp_path), ckpt_path=path)
+        return [each.getMessage() for each in caplog.records if "changed" in each.getMessage()]
+
+    assert train(2) == []
+    assert train(4) == []
+    edit("training/train.py")
+    (line,) = train(6)
+    assert line == (
+        "changed since the run last started: training/train.py; "
+        "from step 4 on, the new code trains"
+    )
+    assert train(8) == []
+    content = torch.load(checkpoint_path(tmp_path, 8), weights_only=True)
+    assert [*content["arithmetic"]] == [0, 4]
+
+
+def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypatch, caplog):
+    command, _ = finished
+    run = command.folder / "runs/first"
+    assert main(["evaluate", str(run)]) == 0
+    hashes = source_code.file_hashes()
+    monkeypatch.setattr(
+        "lockstep_gpt.run.source_code.file_hashes", lambda: {**hashes, "training/train.py": "0"}
+    )
+    assert main(["evaluate", str(run)]) == 0
+    assert "changed" not in caplog.text
+    monkeypatch.setattr(
+        "lockstep_gpt.run.source_code.file_hashes", lambda: {**hashes, "model/gpt.py": "0"}
+    )
+    assert main(["evaluate", str(run)]) == 0
+    assert f"changed since {find_checkpoint(run)} was trained: model/gpt.py" in caplog.text
