@@ -89,6 +89,8 @@ class Environment:
             return
         if names and self._holds(self._wanted(everything, ())):
             say(f"installing {' '.join(names)} in {self.folder.name} ...")
+        elif everything and self._holds(self._wanted(everything=False, names=names)):
+            say(f"installing what tests need in {self.folder.name} (a minute, once) ...")
         else:
             say(f"setting up {self.folder.name} (a few minutes, once) ...")
         with PINS.open("r+b") as lock:

@@ -57,16 +57,17 @@ def main(arguments: "list[str]", project: Path) -> int:
     parser = argparse.ArgumentParser(
         prog="dev.py update",
         description=__doc__.split("\n")[0],
-        epilog="NAMES are separated by spaces, or `all`. An extra is removed only with --remove.",
+        epilog="NAMES are `all`, or names in quotes, with spaces. Only --remove removes an extra.",
     )
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help="its path or URL")
     to = "commit, branch, or tag (default: the newest; with --add or --remove, the project's)"
     parser.add_argument("--to", metavar="COMMIT", help=to)
-    parser.add_argument(
-        "--add", "--extras", default="", metavar="NAMES", help="add these extras, and keep others"
-    )
-    parser.add_argument("--remove", default="", metavar="NAMES", help="remove these extras")
+    names = {"action": "append", "default": [], "metavar": "NAMES"}
+    parser.add_argument("--add", "--extras", **names, help="add these extras, and keep others")
+    parser.add_argument("--remove", **names, help="remove these extras")
     options = parser.parse_args(arguments)
+    options.add = " ".join(options.add)
+    options.remove = " ".join(options.remove)
     try:
         with tempfile.TemporaryDirectory(prefix="update-") as folder:
             return update(project, Path(folder), options)
@@ -82,6 +83,12 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
         raise Refused("the working tree is not clean; commit or stash your changes, then try again")
     source = options.template or record["template"]
     clone = folder / "template"
+    if source.isidentifier() and not Path(source).exists() and (options.add or options.remove):
+        flag = "--add" if options.add else "--remove"
+        names = f"{options.add or options.remove} {source}"
+        raise Refused(
+            f'{source} is not a path or URL of a template; for two names: {flag} "{names}"'
+        )
     if Path(source).exists():
         source = str(Path(source).resolve())
     _run(project, ["git", "clone", "-q", "--no-checkout", source, str(clone)], "cannot be cloned")
@@ -111,7 +118,8 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     reminder = _settle_written_pages(project, folder / "new")
     conflicts = _conflicts(project)
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
-    print(f"from {last[:12]} to {new[:12]} of {source}")
+    if new != last:
+        print(f"from {last[:12]} to {new[:12]} of {source}")
     if conflicts:
         print("conflicts remain; resolve these, git add them, test, commit:")
         print("".join(f"  {name}{why}\n" for name, why in conflicts.items()), end="")

@@ -31,12 +31,19 @@ def import_optional(needed_by: str, module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
-        reason = "is not installed"
-        if importlib.util.find_spec(library) is not None:
-            reason = f"cannot be imported ({' '.join(str(error).split())})"
+        refuse_absent(needed_by, library, extra)
+        reason = f"cannot be imported ({' '.join(str(error).split())})"
         raise UserError(
             f"{needed_by} needs {library}, which {reason}; run: {install_command(extra)}"
         ) from error
+
+
+def refuse_absent(needed_by: str, library: str, extra: str) -> None:
+    """Raise a `UserError` if a library is not installed; import nothing, which may take seconds."""
+    if importlib.util.find_spec(library) is None:
+        raise UserError(
+            f"{needed_by} needs {library}, which is not installed; run: {install_command(extra)}"
+        )
 
 
 def install_command(extra: str) -> str:

@@ -114,9 +114,10 @@ def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said
     [
         (
             {"global_size": 12, "exact_micro_size": 5},
-            "must divide batch.global_size=12; nearest: 4",
+            "=12; set batch.global_size=10 or batch.exact_micro_size=4$",
         ),
-        ({"global_size": 12, "exact_micro_size": 99}, "global_size=12; nearest: 12"),
+        ({"global_size": 12, "exact_micro_size": 99}, "=12; set batch.exact_micro_size=12$"),
+        ({"global_size": 31, "exact_micro_size": 4}, "=31; set batch.global_size=32$"),
         ({"global_size": 12, "exact_micro_size": 0}, "exact_micro_size=0 must be at least 1"),
         ({"micro_size": 4, "exact_micro_size": 4}, "needs a batch.global_size, which is null"),
         ({"global_size": 12, "micro_size": 4, "exact_micro_size": 2}, "are two sizes"),

@@ -110,3 +110,25 @@ def test_the_check_imports_nothing_that_it_looks_at():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "mlflow_runs.MLflowRun",
+        "tensorboard_files.tensorboard_logger",
+        "trackio_runs.TrackioRun",
+    ],
+)
+def test_a_tracker_whose_library_is_absent_is_refused_before_data_are_prepared(target, monkeypatch):
+    library = target.partition("_")[0]
+    logger = {library: {"_target_": f"lockstep_gpt.run.loggers.{target}"}}
+    none = SimpleNamespace(_target_="")
+    config = SimpleNamespace(
+        callbacks={}, data=none, packing=none, logger=logger, strategy={}, trainer={}
+    )
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(__spec__=True))
+    refuse_missing(config)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UserError, match=f"^logger={library} needs {library}, which is not inst"):
+        refuse_missing(config)

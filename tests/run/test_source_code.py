@@ -55,8 +55,7 @@ def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, 
     edit("training/train.py")
     (line,) = train(6)
     assert line == (
-        "changed since the run last started: training/train.py; "
-        "from step 4 on, the new code trains"
+        "changed since the run last started: training/train.py; from step 4 on, the new code trains"
     )
     assert train(8) == []
     content = torch.load(checkpoint_path(tmp_path, 8), weights_only=True)

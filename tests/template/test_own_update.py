@@ -173,7 +173,9 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     committed(project)
     assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
     assert "setproctitle" in (project / "pyproject.toml").read_text("utf-8")
-    assert update(project, "--extras", "tasks").startswith("adds tasks, removes nothing\n")
+    assert update(project, "--extras", "tasks", "--add", "warm").startswith(
+        "adds tasks, removes nothing\n"
+    )
     committed(project)
     assert set(extras_of(project).split()) == {"tasks", "warm"}
     assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
@@ -240,6 +242,7 @@ REFUSED = {
     "--remove wram": "--remove=wram is not one of .*; did you mean warm[?]",
     "--remove warm": "--remove=warm is not in the project, whose extras are: tasks",
     "--remove fsdp2": "--remove=fsdp2 is no extra: every project has it, or none does",
+    "--add warm tasks": 'tasks is not a path or URL of a template; .*: --add "warm tasks"',
     "--extras none": '--add=none adds nothing; .* update --remove "tasks"',
 }
 

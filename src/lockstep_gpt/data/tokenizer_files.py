@@ -56,9 +56,10 @@ def hub_files(name: str) -> list[Path]:
         return _downloaded(repository)
     except Exception as error:  # of the hub's library, of its HTTP client, or of the system
         reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
+        unknown = "" if name in GPT2 else "not bytes, bpe, or gpt2, "
         raise UserError(
-            f"data.tokenizer={name} is not on this machine, and not to be had from the hub "
-            f"({reason}); {_remedy(name)}"
+            f"data.tokenizer={name} is {unknown}not on this machine, and not to be had from the "
+            f"hub ({reason}); {_remedy(name)}"
         ) from error
 
 

@@ -16,11 +16,14 @@ from typing import Any
 from lockstep_gpt.catalog import extra_of_target, how_to_add
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import refuse_absent
 
 # Code that can give a module names which its text doesn't show.
 HIDDEN_NAMES = re.compile(
     rb"import \*|__getattr__(?!\(self)|globals\(|sys\.modules|\bexec\(|\bvars\(\)"
 )
+# Of run/loggers/ -> its library, an optional dependency of the same name.
+TRACKERS = {"mlflow_runs": "mlflow", "tensorboard_files": "tensorboard", "trackio_runs": "trackio"}
 
 
 def refuse_missing(config: Config) -> None:
@@ -38,6 +41,10 @@ def refuse_missing(config: Config) -> None:
             mistake = _mistake_in(target)
             if mistake:
                 raise UserError(f"{name}={target}: {mistake}")
+            module = target.removeprefix("lockstep_gpt.run.loggers.").partition(".")[0]
+            if module in TRACKERS:
+                library = TRACKERS[module]
+                refuse_absent(f"logger={library}", library, library)
 
 
 def _targets(node: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -51,8 +51,13 @@ class BatchConfig(Checked):
         if total is None:
             self.refuse("exact_micro_size", "needs a batch.global_size, which is null; set it")
         elif total % exact:
-            nearest = next(size for size in range(min(exact, total), 0, -1) if total % size == 0)
-            rule = f"must divide batch.global_size={total}; nearest: {nearest}"
+            fits = next(size for size in range(min(exact, total), 0, -1) if total % size == 0)
+            remedies = (
+                [f"batch.global_size={exact * round(total / exact)}"] if exact < total else []
+            )
+            if fits > 1:  # 1 would be slow
+                remedies.append(f"batch.exact_micro_size={fits}")
+            rule = f"must divide batch.global_size={total}; set {' or '.join(remedies)}"
             self.refuse("exact_micro_size", rule)
         if self.micro_size not in (None, exact):
             rule = f"and batch.micro_size={self.micro_size} are two sizes; set one to null"

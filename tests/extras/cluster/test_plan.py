@@ -303,3 +303,10 @@ def test_assumptions_on_nccl_and_omissions_are_printed(screen):
     assert "a device's nvlink4, or all 8 x ndr of a node" in facts["bottleneck"]
     above = out.split("one optimizer step, ms\n")[0]
     assert "Efficiency counts only the time that ranks wait for links" in above
+
+
+def test_a_plan_of_gpus_for_a_run_on_the_cpu_says_so(screen):
+    words = ("plan", "experiment=smoke", "--devices", "1")
+    note = "trainer=cpu, but this plan is for h100; for this machine: doctor --save-profile"
+    assert note in screen(*words, "trainer=cpu")[1]
+    assert note not in screen(*words, "trainer=gpu")[1]

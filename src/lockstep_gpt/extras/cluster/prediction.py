@@ -170,6 +170,11 @@ def _notes(room: Room) -> list[str]:
     config = room.config
     hardware = room.hardware
     notes = []
+    if config.trainer.get("accelerator") == "cpu" and hardware.accelerator != "cpu":
+        notes.append(
+            f"trainer=cpu, but this plan is for {hardware.name}; for this machine: doctor "
+            "--save-profile profile.json, then plan --hardware profile.json"
+        )
     if not room.sharing and config.strategy.get("_target_") not in (AUTO, DDP):
         notes.append("this strategy is planned as ddp: every rank has the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
