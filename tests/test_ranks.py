@@ -118,6 +118,8 @@ def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
         r"rank \d was stopped by SIGTERM.*; restarting all ranks \(2 of 3\)", hit.stderr
     )
     assert hit.stdout.count("done in") == 1
+    assert hit.stdout.count("continues from step") == 2
+    assert hit.stdout.count("  schedule  ") == 1  # the receipt
     undisturbed, after = weights(command.folder / "whole", 30), weights(command.folder / "hit", 30)
     assert all(torch.equal(undisturbed[name], after[name]) for name in undisturbed)
     rows = (command.folder / "hit/metrics.csv").read_text().splitlines()

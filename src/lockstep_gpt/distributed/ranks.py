@@ -165,6 +165,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def is_restart() -> bool:
+    """Return whether this rank replaces one that ended before, as agents and torchrun tell it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def is_rank_zero() -> bool:
     """Return whether this is rank 0 of the ranks that have joined, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0

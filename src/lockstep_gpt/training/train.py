@@ -15,7 +15,14 @@ from lockstep_gpt import stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.flight_recorder import record_collectives
-from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_peers
+from lockstep_gpt.distributed.ranks import (
+    Ranks,
+    backend_of,
+    is_restart,
+    join,
+    leave,
+    lost_peers,
+)
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
@@ -91,7 +98,8 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)
-            if ranks.rank == 0:
+            is_announced = is_restart() and training.resume is not None
+            if ranks.rank == 0 and not is_announced:
                 announce(training)
             fit(training, started)
         except Stopped as stopped:

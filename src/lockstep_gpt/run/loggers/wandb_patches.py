@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import wandb
 import wandb.sdk.launch.inputs.internal  # `wandb.init` would import it, which takes a second
 
+from lockstep_gpt.distributed.ranks import is_restart
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ def quick_start() -> dict[str, Any]:
 
     Reading it takes a third of the start. There is no public setting.
     """
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return {"x_save_requirements": False} if is_restart else {}
+    return {"x_save_requirements": False} if is_restart() else {}
 
 
 def guard_rows(run: Run, guard: TrackerGuard) -> None:
