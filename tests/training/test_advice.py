@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
 
 
@@ -33,6 +36,26 @@ def test_more_than_four_epochs_warn(caplog, epochs, said):
     advise(config, epochs)
     assert len(caplog.messages) == (said is not None)
     assert f"repeats the same data {said} times" in "".join(caplog.messages) or said is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "compiled", "warns"),
+    [
+        ("2.11.0+cu130", True, True),
+        ("2.11.0", False, False),
+        ("2.12.0", True, False),
+        ("2.13.1+cpu", True, False),
+    ],
+)
+def test_an_old_torch_that_compiles_wrong_gradients_is_named(
+    monkeypatch, caplog, installed, compiled, warns
+):
+    monkeypatch.setattr(torch, "__version__", installed)
+    advice.warn_of_old_torch(Config(max_steps=1, model=MODEL, compile=compiled))
+    assert (f"torch {installed} is older than 2.12" in caplog.text) == warns
+    requirement = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["dependencies"][0]
+    oldest = ".".join(map(str, advice.OLDEST_TORCH))
+    assert requirement.startswith(f"torch>={oldest},")
 
 
 @pytest.mark.parametrize(("bf16", "advised"), [(False, "16-mixed"), (True, "bf16-mixed")])

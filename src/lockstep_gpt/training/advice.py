@@ -14,11 +14,13 @@ logger = logging.getLogger(__name__)
 
 PLAIN_PRODUCTS = "plain matrix products"
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
+OLDEST_TORCH = (2, 12)  # as in pyproject.toml; without pip, as in some containers, it may be older
 HIGH_SCALE = 4  # times the tuned rate; without warmup, it often diverges (Goyal et al. 2017)
 
 
 def advise(config: Config, epochs: float | None) -> None:
-    """Warn of slow attention, and of data that are repeated often."""
+    """Warn of an old torch, of slow attention, and of data that are repeated often."""
+    warn_of_old_torch(config)
     warn_of_slow_attention(config)
     if epochs is not None and epochs > EPOCHS:
         logger.warning(
@@ -26,6 +28,18 @@ def advise(config: Config, epochs: float | None) -> None:
             "less (Muennighoff et al. 2023): use more data, or fewer steps",
             times(epochs),
             EPOCHS,
+        )
+
+
+def warn_of_old_torch(config: Config) -> None:
+    """Warn if torch is so old that compiled code can be wrong: 2.11 has other gradients in chunks."""
+    installed = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    if config.compile and installed < OLDEST_TORCH:
+        logger.warning(
+            "torch %s is older than %d.%d, and can compute wrong gradients with compile=true: "
+            "install a newer one, or set compile=false",
+            torch.__version__,
+            *OLDEST_TORCH,
         )
 
 
