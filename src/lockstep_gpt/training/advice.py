@@ -32,7 +32,7 @@ def advise(config: Config, epochs: float | None) -> None:
 
 
 def warn_of_old_torch(config: Config) -> None:
-    """Warn if torch is so old that compiled code can be wrong: 2.11 has other gradients in chunks."""
+    """Warn if torch is so old that compiled code can be wrong, as losses in chunks are in 2.11."""
     installed = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if config.compile and installed < OLDEST_TORCH:
         logger.warning(
