@@ -189,7 +189,10 @@ def _chosen_tests(options: "list[str]") -> "list[str] | None":
         files = changed_tests()
         say(f"of what has changed: {' '.join(files) or 'no tests, only lint and types'}")
         return files + others if files else None
-    paths = (option.partition("::")[0] for option in others if not option.startswith("-"))
+    paths = [option.partition("::")[0] for option in others if not option.startswith("-")]
+    for path in paths:
+        if path.endswith(".py") and not (ROOT / path).exists():
+            refuse(f"{path} does not exist")
     chooses = any(option.startswith(CHOOSING) for option in others)
     if "--all" in options or chooses or any((ROOT / path).exists() for path in paths):
         return others

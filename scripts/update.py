@@ -79,8 +79,13 @@ def main(arguments: "list[str]", project: Path) -> int:
 def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     """Apply the changes of the template; return 1 if conflicts remain."""
     record = _recorded(project)
-    if _git(project, "status", "--porcelain").strip():
-        raise Refused("the working tree is not clean; commit or stash your changes, then try again")
+    changed = _git(project, "status", "--porcelain").splitlines()
+    if changed:
+        names = ", ".join(line[3:] for line in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise Refused(
+            f"the working tree is not clean ({names}{more}); commit or stash this, then try again"
+        )
     source = options.template or record["template"]
     clone = folder / "template"
     if source.isidentifier() and not Path(source).exists() and (options.add or options.remove):

@@ -197,6 +197,24 @@ def test_a_resumed_run_keeps_its_data(command, corpus):
     assert "keeps its settings, but got data.fingerprint=" in stderr
 
 
+def test_a_path_that_a_resume_changes_must_have_the_same_text(command, corpus):
+    folder, words = corpus
+    command.train(*words, "run_dir=run", "max_steps=12")
+    resume = ("train", "run_dir=run", "resume=auto", "max_steps=14")
+    other = command.folder / "other"
+    other.mkdir()
+    (other / "one.txt").write_text("other words. " * 999)
+    before = content(command.folder / "run")
+    stderr = command(*resume, f"data.path={other}", status=2).stderr
+    assert f"data.path={other} has other text than {command.folder}/data/text-" in stderr
+    assert stderr.endswith("with its weights: resume=run resume_force=true\n")
+    assert content(command.folder / "run") == before
+    folder.rename(command.folder / "moved")
+    stdout = command(*resume, f"data.path={command.folder}/moved").stdout
+    assert f"data.path: {folder} -> {command.folder}/moved" in stdout
+    assert command.summary("run")["step"] == 14
+
+
 def test_missing_data_is_prepared_again_from_the_same_corpus(command, corpus):
     _, words = corpus
     command.train(*words, "run_dir=run", "max_steps=12")

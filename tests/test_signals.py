@@ -132,7 +132,7 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_
     process.send_signal(signal.SIGINT)
     status, out = ended(process)
     assert status == 128 + signal.SIGINT
-    line = "stopped by SIGINT before the first step; resume=auto starts over"
+    line = "stopped by SIGINT before the first step; nothing is kept: start it again"
     assert out.splitlines()[-1] == line
     assert not (command.folder / "run").exists()
 

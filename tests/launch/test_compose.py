@@ -147,7 +147,7 @@ def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
         ("data.path=x", f"data.path is a setting of data={' or '.join(WITH_PATH)}, "
          "which is not chosen here"),
         ("max_steps=many", "max_steps=many must be a whole number"),
-        ("max_steps=1e3", "max_steps=1e3 must be a whole number"),
+        ("max_steps=1e3", "max_steps=1e3 must be a whole number; write 1000"),
         ("seed=1.5", "seed=1.5 must be a whole number"),
         ("optim.lr=fast", "optim.lr=fast must be a number"),
         ("compile=perhaps", "compile=perhaps must be true or false"),
@@ -210,6 +210,24 @@ def test_mistakes_in_files_and_on_the_command_line_give_the_same_error(tmp_path,
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{written}\n")
     refused = refusal("experiment=mine", "--config-dir", str(tmp_path))
     assert refused == f"experiment/mine.yaml: {line}"
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ("max_steps: 3", "a recipe's first line must be `# @package _global_`"),
+        (
+            "# @package _global_\ndefaults:\n  - data: text",
+            "configs/experiment/mine.yaml: write `- override /data: text` in its defaults",
+        ),
+    ],
+)
+def test_a_recipe_that_hydra_puts_elsewhere_is_answered_with_how_to_write_it(
+    tmp_path, written, line
+):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"{written}\n")
+    assert refusal("experiment=mine", "--config-dir", str(tmp_path)).endswith(line)
 
 
 def test_broken_yaml_is_rejected_by_its_file(tmp_path):

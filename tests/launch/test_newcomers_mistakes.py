@@ -54,6 +54,19 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "logger.wandb.offline=true",
             "unknown setting logger.wandb.offline; use logger.wandb.mode=offline",
         ),
+        ("max_steps=1e3", "max_steps=1e3 must be a whole number; write 1000"),
+        ("max_steps=1.5", "max_steps=1.5 must be a whole number\n"),
+        (
+            "batch.exact_micro_size=None",
+            "batch.exact_micro_size=None must be a whole number; nothing is written null",
+        ),
+        (
+            "data=text data.path=a.txt,b.txt",
+            "data.path=a.txt,b.txt has several values: add --multirun to run each, or write one "
+            "folder or one glob",
+        ),
+        ("--split test", "--split is not a flag of train; to test at the end, set test=true; aft"),
+        ("--config x.yaml", "--config is not a flag of train; choose configs/experiment/NAME.yaml"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(words, line, capsys):
@@ -85,6 +98,12 @@ def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, mess
     err = capsys.readouterr().err
     assert err.startswith(line), err
     assert err.count("\n") == 1
+
+
+def test_the_run_as_an_option_is_answered_with_how_to_name_it(capsys):
+    assert cli.main(["evaluate", "--run_dir", "runs/one"]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("; here, --run_dir: write the run directory without a name\n"), err
 
 
 def test_a_callback_may_monitor_a_metric_of_the_user_s_named_like_ours(caplog):

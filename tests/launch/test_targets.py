@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks, loggers, strategies
 
 from lockstep_gpt import PROGRAM, cli
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.targets import refuse_missing
+from lockstep_gpt.launch.targets import refuse_absent_trackers, refuse_missing
 
 LIGHTNINGS = "lightning.pytorch.callbacks"
 HIDING = {
@@ -123,12 +123,9 @@ def test_the_check_imports_nothing_that_it_looks_at():
 def test_a_tracker_whose_library_is_absent_is_refused_before_data_are_prepared(target, monkeypatch):
     library = target.partition("_")[0]
     logger = {library: {"_target_": f"lockstep_gpt.run.loggers.{target}"}}
-    none = SimpleNamespace(_target_="")
-    config = SimpleNamespace(
-        callbacks={}, data=none, packing=none, logger=logger, strategy={}, trainer={}
-    )
+    config = SimpleNamespace(logger=logger)
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(__spec__=True))
-    refuse_missing(config)
+    refuse_absent_trackers(config)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=f"^logger={library} needs {library}, which is not inst"):
-        refuse_missing(config)
+        refuse_absent_trackers(config)

@@ -13,6 +13,7 @@ import torch
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
@@ -117,6 +118,27 @@ def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_only(tmp_path, 
     assert checkpoint_path(tmp_path, 1) in present
     assert [fault_of(path) for path in present] == [None] * len(present)
     assert newest_valid(tmp_path) == present[-1]
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_checkpoint_that_a_run_replaces_before_it_is_read_gives_the_next(
+    tmp_path, monkeypatch, again
+):
+    for step in (1, 2):
+        save(checkpoint_path(tmp_path, step))
+    verified = checkpoint.load_content
+    replaced = []
+
+    def load_after_replacement(path, *others):
+        if len(replaced) < again:
+            replaced.append(path)
+            path.unlink()
+            save(checkpoint_path(tmp_path, 2 + len(replaced)))
+        return verified(path, *others)
+
+    monkeypatch.setattr(checkpoint, "load_content", load_after_replacement)
+    assert newest_valid(tmp_path) == checkpoint_path(tmp_path, 2 + again)
+    assert replaced == [checkpoint_path(tmp_path, 2 + number) for number in range(again)]
 
 
 def size_of(path):

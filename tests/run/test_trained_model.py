@@ -7,6 +7,7 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.run import trained_model
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.trained_model import load_model
@@ -41,6 +42,25 @@ def test_a_model_read_back_gives_the_same_logits_without_dropout(tmp_path):
     assert torch.equal(read(tokens), model.eval()(tokens))
     assert (config.model.dropout, config.max_steps) == (0.5, 10)
     assert isinstance(tokenizer, ByteTokenizer)
+
+
+def test_a_run_that_replaces_its_newest_checkpoint_meanwhile_gives_the_next(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    saved_model(folder / "step=000001.ckpt")
+
+    def load_after_replacement(path):
+        if path.name == "step=000001.ckpt":
+            path.unlink()
+            saved_model(folder / "step=000002.ckpt")
+        return load_model(path)
+
+    monkeypatch.setattr(trained_model, "load_model", load_after_replacement)
+    assert trained_model.load_named_model(tmp_path)[0] == folder / "step=000002.ckpt"
+    monkeypatch.setattr(trained_model, "load_model", load_model)
+    (folder / "step=000002.ckpt.sha256").unlink()
+    with pytest.raises(UserError, match=r"copy step=000002\.ckpt\.sha256, too$"):
+        trained_model.load_named_model(folder / "step=000002.ckpt")
 
 
 def test_a_model_with_weights_that_are_not_finite_is_refused(tmp_path):

@@ -62,6 +62,18 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
     return folder
 
 
+def refuse_other_tokens(config: DataConfig, place: str, run: Path) -> None:
+    """Raise a `UserError` if `place`, a setting that a resume changes, has other text than the run.
+
+    `prepare` doesn't look there if the run's tokens exist.
+    """
+    if recipe_of(config).fingerprint != config.fingerprint:
+        raise UserError(
+            f"{place} has other text than {folder_of(config)}, on which the run trains; leave it "
+            f"out, or start a new run with its weights: resume={run} resume_force=true"
+        )
+
+
 def _recipe_of(config: DataConfig) -> Recipe:
     """Return the recipe of `config`; it must give the tokens that `data.fingerprint` names."""
     if config.fingerprint is None:

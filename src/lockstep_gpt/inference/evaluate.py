@@ -17,8 +17,7 @@ from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model, parser_of
+from lockstep_gpt.run.trained_model import load_named_model, parser_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +43,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.batch_size < 1:
         raise UserError(f"--batch-size={options.batch_size} must be at least 1")
-    checkpoint = find_checkpoint(options.source)
+    checkpoint, model, config, tokenizer = load_named_model(options.source)
     import torch  # late, so that mistakes are reported at once
 
     device = _join_ranks()
-    model, config, tokenizer = load_model(checkpoint)
     model = model.to(device)
     with torch.inference_mode():
         if options.data is None:

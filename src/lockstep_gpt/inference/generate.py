@@ -4,8 +4,7 @@ import sys
 
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model, parser_of
+from lockstep_gpt.run.trained_model import load_named_model, parser_of
 
 # nanoGPT's options -> what to do here instead; docs/lightning.md shows them, too.
 OTHER_NAMES = {
@@ -20,7 +19,7 @@ OTHER_NAMES = {
 def main(arguments: list[str]) -> int:
     """Print the prompt and its continuation."""
     parser = parser_of("generate", "Continue a prompt with a trained model.")
-    parser.other_names = OTHER_NAMES
+    parser.other_names = {**parser.other_names, **OTHER_NAMES}
     add = parser.add_argument
     add("--prompt", default="\n", help="text to continue (default: a new line)")
     add("--length", type=int, default=300, help="tokens to add (default: 300)")
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--length={options.length} must be at least 0")
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
-    model, _, tokenizer = load_model(find_checkpoint(options.source))
+    _, model, _, tokenizer = load_named_model(options.source)
     import torch  # late, so that mistakes are reported at once
 
     prompt = torch.from_numpy(tokenizer.encode(options.prompt).astype("int64"))[None]

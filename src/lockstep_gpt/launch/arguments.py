@@ -20,6 +20,10 @@ FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
     *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
 }
+OTHER_FLAGS = {  # of our other commands, and of other projects
+    "config": "choose configs/experiment/NAME.yaml with experiment=NAME",
+    "split": "to test at the end, set test=true; afterward, use evaluate RUN --split test",
+}
 WITH_VALUE = {  # those that take the next word
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun"),
@@ -51,6 +55,8 @@ def _check_flag(word: str) -> None:
     """Raise a `UserError` for a flag that Hydra doesn't have."""
     flag = word[2:].partition("=")[0]
     if flag not in FLAGS:
+        if flag in OTHER_FLAGS:
+            raise UserError(f"{word} is not a flag of train; {OTHER_FLAGS[flag]}")
         near = choices.suggested_setting(flag)
         raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
 

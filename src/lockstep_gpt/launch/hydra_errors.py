@@ -68,7 +68,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     mismatch = re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)
     if path and mismatch:
         wrong = mismatch[1] if value == UNKNOWN else value
-        return f"{path}={wrong} must be {KINDS.get(mismatch[3], mismatch[3])}"
+        return f"{path}={wrong} must be {KINDS.get(mismatch[3], mismatch[3])}{_written(wrong)}"
 
     rule = re.match(r"(Value .+?)( full_key: .+)?$", text)
     if path and rule:
@@ -76,7 +76,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
 
     ambiguous = re.search(r"Ambiguous value for argument '(.+?)' ", text)
     if ambiguous:
-        return f"{ambiguous[1]} has several values: add --multirun to run each, or write [a,b]"
+        return _several_values(ambiguous[1])
 
     text = re.sub(NOISE, "", text)
     text = re.sub(r"^Error when parsing index: .+?\]\. ", "", text)
@@ -85,8 +85,33 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     return f"{path}={value}: {text}"
 
 
+def _several_values(word: str) -> str:
+    """Return that an override has several values, and the remedies."""
+    line = f"{word} has several values: add --multirun to run each, or write"
+    if word.startswith("data.path="):
+        return f"{line} one folder or one glob, in quotes, that has all files"
+    return f"{line} [a,b]"
+
+
+def _written(value: str) -> str:
+    """Return how to write a value of the wrong kind, as the end of a sentence; often nothing."""
+    if value.lower() == "none":
+        return "; nothing is written null"
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    return f"; write {int(number)}" if number.is_integer() else ""
+
+
 def _missing_file(text: str) -> str | None:
     """Return the line of an error about a YAML file that isn't there; None for another error."""
+    nested = re.search(
+        r"In '(experiment/.+?)'.*Could not (?:find|load) 'experiment/(.+)/(.+?)'", text
+    )
+    if nested:
+        file, group, choice = nested.groups()
+        return f"configs/{file}.yaml: write `- override /{group}: {choice}` in its defaults"
     primary = re.search(r"Cannot find primary config '(.+?)'", text)
     if primary:
         return f"--config-name={primary[1]}: {PRIMARY_RULE}{primary[1]}"
@@ -139,6 +164,9 @@ def _unknown_setting(path: str, value: str) -> str:
     extra = extra_of_group(path.partition(".")[0])
     if extra is not None:
         return f"{path}={value} needs {how_to_add(extra)}"
+
+    if path.partition(".")[0] == "experiment":  # where Hydra puts a file without this line
+        return f"unknown setting {path}; a recipe's first line must be `# @package _global_`"
 
     near = choices.suggested_setting(path)
     if near:

@@ -20,6 +20,7 @@ from lockstep_gpt.config import (
     with_defaults,
 )
 from lockstep_gpt.damaged_files import read_informative_text, readable
+from lockstep_gpt.data.prepare import refuse_other_tokens
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
     checks,
@@ -84,7 +85,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
             "set it, or leave resume=auto out"
         )
     if continues:
-        print(f"{run.path} does not exist yet: starting a new run")
+        print(f"{run.path.resolve()} does not exist yet: starting a new run")
     return start.train_once(values, config)
 
 
@@ -196,9 +197,13 @@ class ResumedRun:
     permit: Callable[[], None]
 
     def check(self) -> None:
-        """Raise a `UserError` if the directory is somebody else's and not trusted."""
+        """Raise a `UserError` if the directory is not trusted, or a new path has other text."""
         self.permit()
         usable_files.refuse_unwritable_checkpoints(self.run)
+        is_moved = any(change.startswith("data.path:") for change in self.changes)
+        if is_moved and self.values["data"]["fingerprint"] is not None:
+            place = f"data.path={as_typed(self.values['data']['path'])}"
+            refuse_other_tokens(self.config.data, place, self.run.path)
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""

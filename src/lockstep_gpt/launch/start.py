@@ -32,6 +32,7 @@ from lockstep_gpt.launch import (
     machines,
     short_runs,
     supervise,
+    targets,
     trust,
 )
 from lockstep_gpt.launch.placement import Placement
@@ -118,6 +119,7 @@ def mode_of(config: Config) -> StartMode:
 def start(run_start: RunStart) -> int:
     """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status."""
     mode = mode_of(run_start.config)
+    targets.refuse_absent_trackers(run_start.config)  # before a text is prepared for long
     remove_abandoned()
     with contextlib.ExitStack() as lock:
         freezing = Freezing(run_start, lock)

@@ -81,8 +81,8 @@ def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any
     summary, _ = read_object(run.summary)  # no warning may follow the last line
     stopped_by = Ending(status).stopped_by
     if stopped_by and not run.has_begun():
-        hint = run.resume_hint()
-        logging.warning("stopped by %s before the first step; %s", SIGNALS[stopped_by], hint)
+        line = "stopped by %s before the first step; nothing is kept: start it again"
+        logging.warning(line, SIGNALS[stopped_by])
         return
     is_unsaved_stop = stopped_by > 0 and (summary == summary_before or not summary.get("saved"))
     if is_unsaved_stop:

@@ -41,10 +41,15 @@ def refuse_missing(config: Config) -> None:
             mistake = _mistake_in(target)
             if mistake:
                 raise UserError(f"{name}={target}: {mistake}")
-            module = target.removeprefix("lockstep_gpt.run.loggers.").partition(".")[0]
-            if module in TRACKERS:
-                library = TRACKERS[module]
-                refuse_absent(f"logger={library}", library, library)
+
+
+def refuse_absent_trackers(config: Config) -> None:
+    """Raise a `UserError` if a chosen tracker's library is not installed."""
+    for _, target in _targets(config.logger, "logger"):
+        module = target.removeprefix("lockstep_gpt.run.loggers.").partition(".")[0]
+        if module in TRACKERS:
+            library = TRACKERS[module]
+            refuse_absent(f"logger={library}", library, library)
 
 
 def _targets(node: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -170,12 +170,19 @@ def newest_verified(folder: Path, needed: Collection[str] = NEEDED) -> VerifiedC
         folder: of a run's checkpoints.
         needed: the keys that the checkpoint must have.
     """
-    for path in reversed(checkpoints_in(folder)):
+    skipped: set[Path] = set()
+    while True:
+        paths = [path for path in checkpoints_in(folder) if path not in skipped]
+        if not paths:
+            return None
         try:
-            return verify_content(path, needed)
+            return verify_content(paths[-1], needed)
         except CheckpointError as fault:
-            logger.warning("skipped %s: it %s", path, fault)
-    return None
+            if paths[-1].exists():
+                logger.warning("skipped %s: it %s", paths[-1], fault)
+            skipped.add(paths[-1])
+        except FileNotFoundError:  # a run that is training has replaced it by a newer one
+            skipped.add(paths[-1])
 
 
 def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
@@ -242,7 +249,12 @@ def _read(path: Path, map_location: Any, whole: bool) -> dict[str, Any]:
 
 
 def _refusal(path: Path, fault: CheckpointError) -> UserError:
-    return UserError(f"checkpoint {path} {fault}; use another one from the same folder")
+    remedy = "use another one from the same folder"
+    if path.is_file() and not sum_path(path).exists():
+        remedy = (
+            f"give a checkpoint of a run; if this is a copy of one, copy {path.name}.sha256, too"
+        )
+    return UserError(f"checkpoint {path} {fault}; {remedy}")
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:

@@ -265,10 +265,10 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     }
     differing = differences(decided, {name: current.get(name) for name in decided}, free=())
     if differing:
-        raise UserError(
-            f"{where} keeps its settings, but got {some_of(differing)}; use the same, or set "
-            "resume_force=true"
-        )
+        remedy = "use the same, or set resume_force=true"
+        if where.startswith("resume="):
+            remedy += f"; to continue the run itself: run_dir={where[7:]} resume=auto"
+        raise UserError(f"{where} keeps its settings, but got {some_of(differing)}; {remedy}")
 
 
 def some_of(differing: list[str]) -> str:

@@ -25,7 +25,7 @@ from lockstep_gpt.run.checkpoint_content import (
     shards_of,
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
+from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity, some_of
 from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
 from lockstep_gpt.run.memory.recovery import newest_in_memory, newest_whole_step
 from lockstep_gpt.run.memory.shard_recovery import newest_shards
@@ -245,9 +245,11 @@ def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, An
     """Raise a `UserError` unless all saved weights of the checkpoint `where` fit all `places`."""
     fitting = fitting_of(saved, places)
     if len(fitting) < len(saved) or len(fitting) < len(places):
+        absent = sorted(places.keys() - fitting.keys())
+        more = f"; it lacks {some_of(absent)}" if len(fitting) == len(saved) else ""
         raise UserError(
             f"{where}: only {len(fitting)} of its {len(saved)} weights fit this model's "
-            f"{len(places)}; use the code that wrote it, or set resume_force=true"
+            f"{len(places)}{more}; use the code that wrote it, or set resume_force=true"
         )
 
 

@@ -15,7 +15,7 @@ from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import MODEL, additions
-from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.directory import literal
 from lockstep_gpt.run.migrations import migrate
@@ -37,7 +37,7 @@ class OneLineParser(argparse.ArgumentParser):
         other_names: another project's option -> what to do here instead.
     """
 
-    other_names: Mapping[str, str] = {}
+    other_names: Mapping[str, str] = {"run_dir": "write the run directory without a name"}
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a `UserError`, with the usage, or with our names."""
@@ -58,6 +58,20 @@ def parser_of(command: str, description: str) -> OneLineParser:
     sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
     parser.add_argument("source", type=Path, help=sources)
     return parser
+
+
+def load_named_model(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
+    """Return the checkpoint at `source`, or that run's newest, and what `load_model` returns.
+
+    A run that is training may replace its newest checkpoint before it is read; then, the next is.
+    """
+    while True:
+        checkpoint = find_checkpoint(source)
+        try:
+            return checkpoint, *load_model(checkpoint)
+        except (UserError, FileNotFoundError):
+            if checkpoint.exists():
+                raise
 
 
 def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokenizer]:

@@ -51,7 +51,12 @@ def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
     rows = np.concatenate([*data.rows_by_part("val", data.validated, 0, 1).values()])
     tokens, _ = next(data.batches("val", rows[:1], torch.device("cpu")))
     words = tokenizer.decode(tokens[0].tolist()).split()[1:]  # the first may be cut off
-    readable = [word for word in words if word.isprintable() and "\ufffd" not in word]
+    unreadable = ("\ufffd", "<|")  # half a character, a special token
+    readable = [
+        word
+        for word in words
+        if word.isprintable() and not any(part in word for part in unreadable)
+    ]
     return " ".join(readable[:3])
 
 

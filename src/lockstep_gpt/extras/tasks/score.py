@@ -28,8 +28,7 @@ from lockstep_gpt.extras.tasks.examples import (
 from lockstep_gpt.extras.tasks.results import Number, mean, numbers_of
 from lockstep_gpt.extras.tasks.rows import Tokenized, cut_line, tokenize_task
 from lockstep_gpt.extras.tasks.tables import header, lines_of
-from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model, parser_of
+from lockstep_gpt.run.trained_model import load_named_model, parser_of
 
 Numbers = dict[str, Number]
 Tokenize = Callable[[Task], Tokenized]
@@ -49,8 +48,7 @@ def main(arguments: list[str]) -> int:
     of_core = core_tasks(options.core) if options.core else []
     for core_task in of_core:
         read_core_task(core_task, options.limit)  # for mistakes; it is read again when it is scored
-    checkpoint = find_checkpoint(options.source)
-    model, config, tokenizer = load_model(checkpoint)
+    checkpoint, model, config, tokenizer = load_named_model(options.source)
     if BUILTIN in names:
         tasks = [*builtin_tasks(config), *tasks]
     labels = [*(task.name for task in tasks), *(core_task.name for core_task in of_core)]
