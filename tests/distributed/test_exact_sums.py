@@ -117,6 +117,7 @@ def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said
             "=12; set batch.global_size=10 or batch.exact_micro_size=4$",
         ),
         ({"global_size": 12, "exact_micro_size": 99}, "=12; set batch.exact_micro_size=12$"),
+        ({"global_size": 1, "exact_micro_size": 2}, "=1; set batch.exact_micro_size=1$"),
         ({"global_size": 31, "exact_micro_size": 4}, "=31; set batch.global_size=32$"),
         ({"global_size": 12, "exact_micro_size": 0}, "exact_micro_size=0 must be at least 1"),
         ({"micro_size": 4, "exact_micro_size": 4}, "needs a batch.global_size, which is null"),

@@ -367,6 +367,12 @@ def test_slow_tests_run_if_all_or_chosen_tests_do(project, options, left_out):
     assert "not slow" not in dev(project, "test", "tests/model", *options)[1]
 
 
+def test_a_file_that_does_not_exist_is_named_at_once(project):
+    status, out, err = dev(project, "test", "tests/nothing.py::test_it")
+    assert (status, out) == (2, "")
+    assert err.endswith("dev.py: tests/nothing.py does not exist\n")
+
+
 def test_all_tests_are_announced_with_the_time_they_took_before(project):
     for file in (project / ".venv").glob("test-seconds*"):  # of other tests of this file
         file.unlink()

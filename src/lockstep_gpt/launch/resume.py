@@ -201,7 +201,7 @@ class ResumedRun:
         self.permit()
         usable_files.refuse_unwritable_checkpoints(self.run)
         is_moved = any(change.startswith("data.path:") for change in self.changes)
-        if is_moved and self.values["data"]["fingerprint"] is not None:
+        if is_moved and self.values["data"].get("fingerprint") is not None:
             place = f"data.path={as_typed(self.values['data']['path'])}"
             refuse_other_tokens(self.config.data, place, self.run.path)
 

@@ -55,7 +55,7 @@ class BatchConfig(Checked):
             remedies = (
                 [f"batch.global_size={exact * round(total / exact)}"] if exact < total else []
             )
-            if fits > 1:  # 1 would be slow
+            if fits > 1 or not remedies:  # 1 would be slow
                 remedies.append(f"batch.exact_micro_size={fits}")
             rule = f"must divide batch.global_size={total}; set {' or '.join(remedies)}"
             self.refuse("exact_micro_size", rule)
