@@ -187,7 +187,7 @@ def test_too_few_hours_are_refused_after_a_pair(command, words_of):
 @pytest.mark.slow
 def test_a_failing_variant_ends_the_comparison_in_one_line(command, words_of):
     words = words_of(command, "--variant", "optim.lr=1e9", logger="wandb")
-    done = command(*words, status=1)
+    done = command(*words, "logger.wandb.mode=disabled", status=1)
     assert done.stderr.startswith(f"{PROGRAM} compare: lr=1e9, seed 1337, failed: RunError: step")
     assert done.stderr.endswith("pairs/lr-1e9/1337.log has more; then the same command continues\n")
     assert done.stderr.count("\n") == 1
