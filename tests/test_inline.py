@@ -49,13 +49,18 @@ def state():
     }
 
 
+@pytest.fixture(scope="module")
+def imported(finished, tmp_path_factory):
+    """Import what a run imports, before garbage collection sees all of it."""
+    finished[0].elsewhere(tmp_path_factory.mktemp("imported")).train("max_steps=6", "run_dir=run")
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("thawed")
+@pytest.mark.usefixtures("imported", "thawed")
 @pytest.mark.parametrize(
     ("end", "status"), [(None, 0), ("Raises", 1), ("Stops", 128 + signal.SIGTERM), ("Late", 1)]
 )
 def test_an_inline_run_leaves_the_process_unchanged(command, monkeypatch, capfd, end, status):
-    command.train("max_steps=6", "run_dir=first")  # imports what a run imports
     (command.folder / "ends.py").write_text(ENDS)
     monkeypatch.chdir(command.folder)
     monkeypatch.syspath_prepend(command.folder)

@@ -170,7 +170,7 @@ def test_two_nodes_of_torchrun_reach_each_other_where_their_own_names_are_loopba
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=20", "val_every=4000")
+LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=10", "val_every=4000")
 EXACT = (
     ("batch.exact_micro_size=2", "model.dropout=0.1", "optim.decay=constant")
     if hasattr(groups()["batch"], "exact_micro_size")
@@ -198,7 +198,7 @@ def training(nodes, command, wait_for):
 
         def trains():
             assert all(process.poll() is None for process in started), ended(*started)
-            return steps(run) > 30
+            return steps(run) > 15
 
         wait_for(trains)
         assert "1 device x 2 nodes" in (run / "train.log").read_text()
@@ -215,7 +215,7 @@ def test_a_killed_rank_brings_both_nodes_back(training, processes_of, kill, wait
     run, _ = training()
     kill(max(processes_of(run)))
     before = steps(run)
-    wait_for(lambda: steps(run) > before + 30)
+    wait_for(lambda: steps(run) > before + 15)
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for)
     time.sleep(6)
     nodes.link(1, "up")
     before = steps(run)
-    wait_for(lambda: steps(run) > before + 30)
+    wait_for(lambda: steps(run) > before + 15)
     for process in processes:
         process.terminate()
     statuses, errors = ended(*processes)
@@ -240,7 +240,7 @@ def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
     time.sleep(8)  # so that collectives fail; the rendezvous notices after 3
     nodes.link(1, "up")
     before = steps(run)
-    wait_for(lambda: steps(run) > before + 30)
+    wait_for(lambda: steps(run) > before + 15)
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_the_run_continues_without_a_lost_node(training, nodes, command, wait_fo
     nodes.link(1, "down")
     processes[1].kill()
     before = steps(run)
-    wait_for(lambda: steps(run) > before + 30, seconds=300)
+    wait_for(lambda: steps(run) > before + 15, seconds=300)
     processes[0].terminate()
     (status,), (stderr,) = ended(processes[0])
     assert status == 143
@@ -258,7 +258,7 @@ def test_the_run_continues_without_a_lost_node(training, nodes, command, wait_fo
     if EXACT:  # then the bits equal those of an undisturbed run on one machine
         ours = torch.load(max((run / "checkpoints").glob("*.ckpt")))["weights"]
         last = f"max_steps={[*ours][-1]}"
-        command.train(*LONG, *EXACT, "trainer=cpu", "run_dir=whole", last)
+        command.train(*LONG, *EXACT, "run_dir=whole", last)
         assert len(ours) > 2
         assert command.summary("whole")["weights"] == {str(step): ours[step] for step in ours}
 
@@ -295,7 +295,7 @@ def test_a_machine_without_the_newest_state_gets_it_from_another(
     kill(max(processes_of(run)))
     log = run / "train.log"
     wait_for(lambda: "kept in memory" in log.read_text())
-    wait_for(lambda: steps(run) > before + 30)
+    wait_for(lambda: steps(run) > before + 15)
     step = int(re.search(r"continues from step (\d+), kept in memory", log.read_text())[1])
     assert step >= before - 3
     assert [*memory_of(started[0], run).glob("*.[01]")]
@@ -311,7 +311,7 @@ def test_the_rest_of_the_machines_continues_from_memory(training, nodes, wait_fo
     log = run / "train.log"
     wait_for(lambda: "kept in memory" in log.read_text(), seconds=300)
     before = steps(run)
-    wait_for(lambda: steps(run) > before + 30)
+    wait_for(lambda: steps(run) > before + 15)
 
 
 def assert_undisturbed(run, command, *words):
@@ -332,7 +332,7 @@ def test_a_replaced_machine_gets_its_shards_from_the_other(training, nodes, comm
     started.append(nodes.start(command, 1, *words, function="apart"))
     log = run / "train.log"
     wait_for(lambda: "kept in memory" in log.read_text(), seconds=300)
-    wait_for(lambda: steps(run) > before + 30)
+    wait_for(lambda: steps(run) > before + 15)
     step = int(re.search(r"continues from step (\d+), kept in memory", log.read_text())[1])
     assert step >= before - 3
     for process in (started[0], started[2]):

@@ -21,6 +21,7 @@ from lockstep_gpt.training.schedule import plan_batch
 SPLIT = ("trainer=cpu", "strategy=fsdp2", "strategy.tensor_parallel=2", "verbosity=quiet")
 TWO = (*SPLIT, "trainer.devices=2")
 FOUR = (*SPLIT, "trainer.devices=4")
+ONE = ("trainer=cpu", "trainer.devices=1", "launch.inline=true", "verbosity=quiet")
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 16}
 MODERN = {**SHAPE, "architecture": "modern", "bias": False}
 SHAPES = {
@@ -175,7 +176,7 @@ def continued(finished, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [("trainer=cpu", "trainer.devices=1"), FOUR], ids=["one", "four"])
+@pytest.mark.parametrize("place", [ONE, FOUR], ids=["one", "four"])
 def test_a_split_run_resumes_on_one_device_and_on_more_groups(command, split, continued, place):
     words = (f"resume={split[0].folder / 'run'}", "max_steps=30", *place, "run_dir=run")
     command.train(*words)
@@ -197,7 +198,7 @@ def test_a_checkpoint_in_parts_of_shards_resumes_on_split_ranks(command, continu
 
 
 # Everything at once: both models, dropout, accumulation, clipping, recomputed blocks.
-ALL = ("max_steps=20", "val_every=10", "batch.micro_size=2", "model.dropout=0.1", "model.n_head=4")
+ALL = ("max_steps=10", "val_every=5", "batch.micro_size=2", "model.dropout=0.1", "model.n_head=4")
 ALL = (*ALL, "optim.clip_norm=0.5", "callbacks.sample=null")
 MUON = ("optim=muon", "optim.lr=3e-3", "optim.weight_decay=0.1")
 MODELS = {
@@ -213,7 +214,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_data_and_tensor_parallel_ranks_have_one_device_s_losses(command, model):
     words = (*ALL, *MODELS[model])
-    command.train(*words, "trainer=cpu", "trainer.devices=1", "verbosity=quiet", "run_dir=one")
+    command.train(*words, *ONE, "run_dir=one")
     command.train(*words, *FOUR, "run_dir=four")
     # Muon orthogonalizes: it amplifies the rounding of gradients in small directions.
     tolerance = 1e-4 if "optim=muon" in words else 1e-5
@@ -228,7 +229,7 @@ def test_a_split_run_with_muon_resumes_as_one_device_s(command):
     words = (*MODELS["modern-muon"], "checkpoint.every=10", "checkpoint.keep_last=3")
     command.train(*words, *TWO, "run_dir=two")
     resume = f"resume={command.folder / 'two/checkpoints/step=000010.ckpt'}"
-    command.train(*words, resume, "trainer=cpu", "trainer.devices=1", "run_dir=one")
+    command.train(*words, resume, *ONE, "run_dir=one")
     command.train(*words, resume, *FOUR, "run_dir=four")
     for run in ("one", "four"):
         assert losses(command, run) == pytest.approx(losses(command, "two"), abs=2e-5)
@@ -237,7 +238,7 @@ def test_a_split_run_with_muon_resumes_as_one_device_s(command):
 @pytest.mark.slow
 def test_bfloat16_comes_close(command):
     words = (*ALL, *MODELS["modern"], "precision=bf16-mixed")
-    command.train(*words, "trainer=cpu", "trainer.devices=1", "verbosity=quiet", "run_dir=one")
+    command.train(*words, *ONE, "run_dir=one")
     types = ("strategy.param_dtype=bfloat16", "strategy.reduce_each=true")
     command.train(*words, *TWO, *types, "run_dir=two")
     assert losses(command, "two") == pytest.approx(losses(command, "one"), abs=0.01)

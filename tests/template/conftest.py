@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +34,9 @@ DEFAULTS = {
     "extras": "none",
     "git_init": False,
 }
+MEMORY = Path("/dev/shm")  # Linux's file system in memory
+IN_MEMORY = "lockstep-gpt-tests-"
+ROOM = 2 * 10**9  # bytes; these tests use a tenth
 FOREIGN = ("COOKIECUTTER", "GIT_", "LOCAL_", "MASTER_", "PYTEST_", "PYTHON", "RANK", "WORLD_")
 
 
@@ -148,6 +153,58 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
     return folder
 
 
+def _lock(folder: Path, kind: int) -> int | None:
+    """Lock a folder until this process ends; None if it is gone, or others keep it."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(number, kind | fcntl.LOCK_NB)
+            if folder.stat().st_ino == os.fstat(number).st_ino:
+                return number
+        except OSError:
+            pass
+        os.close(number)
+    return None
+
+
+@pytest.fixture(scope="session")
+def projects(shared: Path) -> Iterator[Path]:
+    """A folder that all workers share, in memory if there is room.
+
+    These tests create and delete a hundred thousand files. ext4 does not use the inode of a deleted
+    file again for minutes, and searches the longer for another one.
+    """
+    if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
+        yield shared
+        return
+    folder = MEMORY / (IN_MEMORY + "-".join(shared.parts[1:]))
+    for left in {*MEMORY.glob(f"{IN_MEMORY}*")} - {folder}:  # by sessions that were killed
+        if (lock := _lock(left, fcntl.LOCK_EX)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    lock = None
+    while lock is None:  # another session may have found it before it was locked
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = _lock(folder, fcntl.LOCK_SH)
+    yield folder
+    os.close(lock)
+    if (lock := _lock(folder, fcntl.LOCK_EX)) is not None:  # no other worker uses it
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@pytest.fixture
+def tmp_path(projects: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the test, next to the shared projects; also for what its commands create."""
+    with tempfile.TemporaryDirectory(dir=projects, ignore_cleanup_errors=True) as folder:
+        other = Path(folder, "tmp")
+        other.mkdir()
+        monkeypatch.setenv("TMPDIR", str(other))
+        own = Path(folder, "test")
+        own.mkdir()
+        yield own
+
+
 def _copy_template(target: Path) -> None:
     from hooks.project import committed_files
 
@@ -158,9 +215,9 @@ def _copy_template(target: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def template(shared: Path) -> Path:
+def template(projects: Path) -> Path:
     """The template as git would commit it, in a separate repository. Read only."""
-    return once(shared / "template", _copy_template)
+    return once(projects / "template", _copy_template)
 
 
 @pytest.fixture(scope="session")
@@ -175,12 +232,12 @@ def generate(
 
 
 @pytest.fixture(scope="session")
-def baked(shared: Path, generate: Generator) -> Callable[..., Path]:
+def baked(projects: Path, generate: Generator) -> Callable[..., Path]:
     """Return the project for some answers, generated once for all tests. Read only."""
 
     def bake(**answers: str) -> Path:
         words = ["git_init=no", *(f"{name}={value}" for name, value in answers.items())]
-        folder = shared / "baked" / ",".join(words)
+        folder = projects / "baked" / ",".join(words)
         once(folder, lambda folder: generate(folder, *words))
         return folder / answers.get("project_slug", "my-gpt")
 

@@ -28,7 +28,7 @@ sys.exit(my_gpt.cli.main([*words, "callbacks.sample.length=9", "run_dir=runs/one
 
 
 @pytest.fixture
-def everything(shared, once, baked):
+def everything(projects, once, baked):
     """A project with all extras, compiled: each deletion is imported again. Read only."""
 
     def make(folder):
@@ -36,7 +36,7 @@ def everything(shared, once, baked):
         for part in ("src", "tests"):
             assert compileall.compile_dir(folder / part, quiet=2)
 
-    return once(shared / "compiled", make)
+    return once(projects / "compiled", make)
 
 
 @pytest.mark.slow

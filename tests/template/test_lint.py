@@ -1,4 +1,4 @@
-"""Lint and types are clean for the shortest and longest names, with no extra and with all."""
+"""Lint is clean for the shortest and longest names, and types with no extra and with all."""
 
 import subprocess
 import sys
@@ -42,7 +42,10 @@ def test_every_line_is_formatted(project, environment):
 
 
 @pytest.mark.slow
-def test_types_are_right(project, environment, mypy):
+@pytest.mark.parametrize("extras", ["none", "all"])
+def test_types_are_right(extras, baked, environment, mypy):
+    """Whatever the names are: no type depends on them."""
+    project = baked(package_name=NAMES[-1], project_slug=NAMES[-1], extras=extras)
     assert check(project, environment, *mypy(project)) == ""
 
 

@@ -99,11 +99,11 @@ def test_names_of_24_characters_and_of_one_are_taken(defaults):
 @settings(max_examples=25)
 @given(package=PACKAGES, slug=SLUGS, author=LINES.map(lambda line: line.strip() or "x"))
 def test_every_accepted_package_name_can_be_imported(
-    made, defaults, environment, package, slug, author
+    made, defaults, environment, projects, package, slug, author
 ):
     answers = {"package_name": package, "project_slug": slug, "author": author}
     assume(is_taken(defaults, **answers))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=projects) as folder:
         project = made(Path(folder) / slug, **answers)
         # An editable installation comes after the standard library and all installed packages.
         code = f"import sys; sys.path.append({str(project / 'src')!r}); "

@@ -2,13 +2,15 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hooks.answers import EXTRAS, NEEDS
+from hooks.answers import EXTRAS, NEEDS, Refused
+from hooks.extras import choose
 from lockstep_gpt import VERSION
 
 FIRST, LAST = "# the template's first line\n", "# the user's last line\n"
@@ -18,11 +20,30 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
     path.write_text(before + path.read_text("utf-8") + after, "utf-8")
 
 
+@pytest.fixture(scope="module")
+def first(generate, projects, once, begun, git):
+    """A project without extras that its user has started to change. Read only."""
+
+    def make(folder):
+        generate(folder, "extras=none")
+        # In a copy, only times differ that git would compare, and then read every file.
+        git(folder / "my-gpt", "config", "core.checkStat", "minimal")
+        git(folder / "my-gpt", "config", "core.trustctime", "false")
+        begun(folder / "my-gpt")
+
+    return once(projects / "begun", make) / "my-gpt"
+
+
 @pytest.fixture
-def project(upstream, generate, tmp_path, begun):
-    """A project without extras that its user has started to change."""
-    generate.of(upstream)(tmp_path, "extras=none")
-    return begun(tmp_path / "my-gpt")
+def project(first, template, upstream, tmp_path, git):
+    """A copy of the first project, as if it had been made from `upstream`, a clone."""
+    project = shutil.copytree(first, tmp_path / "my-gpt")
+    record = project / ".template.json"
+    text = record.read_text("utf-8")
+    assert text.count(f'"{template}"') == 1
+    record.write_text(text.replace(f'"{template}"', f'"{upstream}"'), "utf-8")
+    git(project, "commit", "-qam", "Its template is a clone")
+    return project
 
 
 @pytest.fixture
@@ -203,17 +224,15 @@ def test_extras_come_without_the_template_s_later_changes(project, upstream, upd
     assert (project / "src/my_gpt/model/gpt.py").read_text("utf-8").startswith(FIRST)
 
 
-@pytest.mark.slow
-def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it(project, update, committed):
-    first = update(project, "--add", "chat").splitlines()[0]
-    added = first.removeprefix("adds ").removesuffix(", removes nothing").split()
+def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it():
+    first = choose("none", "chat", "")
+    added = first["says"].removeprefix("adds ").removesuffix(", removes nothing").split()
     assert set(added) == {"chat", *NEEDS["chat"]}
-    committed(project)
-    refused = update(project, "--remove", "datasets", status=2)
-    (command,) = re.findall('update (--remove) "(.+)"$', refused.strip())
-    assert set(command[1].split()) == {"chat", "datasets"}
-    update(project, *command)
-    assert extras_of(project) == "hub"
+    with pytest.raises(Refused) as refused:
+        choose(first["extras"], "", "datasets")
+    (names,) = re.findall('update --remove "(.+)"$', str(refused.value))
+    assert set(names.split()) == {"chat", "datasets"}
+    assert choose(first["extras"], "", names)["extras"] == "hub"
 
 
 @pytest.mark.slow
@@ -228,36 +247,41 @@ def test_former_names_in_a_record_and_on_the_command_line_are_understood(
     assert set(extras_of(project).split()) == {"datasets", "hub", "warm"}
 
 
-@pytest.mark.slow
-def test_all_stays_all_until_one_is_removed(project, update, committed):
-    update(project, "--add", "all")
-    committed(project)
-    assert extras_of(project) == "all"
-    update(project, "--remove", "warm")
-    assert set(extras_of(project).split()) == {*EXTRAS} - {"warm"}
+def test_all_stays_all_until_one_is_removed():
+    everything = choose("none", "all", "")["extras"]
+    assert everything == choose(everything, "warm", "")["extras"] == "all"
+    assert set(choose(everything, "", "warm")["extras"].split()) == {*EXTRAS} - {"warm"}
 
 
-REFUSED = {
-    "--add wram": "--add=wram is not one of .*; did you mean warm[?]",
-    "--remove wram": "--remove=wram is not one of .*; did you mean warm[?]",
-    "--remove warm": "--remove=warm is not in the project, whose extras are: tasks",
-    "--remove fsdp2": "--remove=fsdp2 is no extra: every project has it, or none does",
-    "--add warm tasks": 'tasks is not a path or URL of a template; .*: --add "warm tasks"',
-    "--extras none": '--add=none adds nothing; .* update --remove "tasks"',
-}
+@pytest.mark.parametrize(
+    ("add", "remove", "message"),
+    [
+        ("wram", "", "--add=wram is not one of .*; did you mean warm[?]"),
+        ("", "wram", "--remove=wram is not one of .*; did you mean warm[?]"),
+        ("", "warm", "--remove=warm is not in the project, whose extras are: tasks"),
+        ("", "fsdp2", "--remove=fsdp2 is no extra: every project has it, or none does"),
+        ("none", "", '--add=none adds nothing; .* update --remove "tasks"'),
+    ],
+)
+def test_extras_that_cannot_be_added_or_removed_are_rejected(add, remove, message):
+    with pytest.raises(Refused) as refused:
+        choose("tasks", add, remove)
+    assert re.fullmatch(message, str(refused.value))
 
 
-@pytest.mark.slow
-def test_extras_that_cannot_be_added_or_removed_are_rejected_in_one_line(
-    project, update, committed, tree
-):
-    update(project, "--add", "tasks")
-    committed(project)
+@pytest.mark.parametrize("option", ["--extras", "--remove"])
+def test_an_update_with_rejected_extras_changes_nothing(option, project, update, tree):
     before = tree(project)
-    for words, message in REFUSED.items():
-        refused = update(project, *words.split(), status=2)
-        assert re.fullmatch(f"dev.py: update: {message}\n", refused), words
+    refused = update(project, option, "wram", status=2)
+    name = option.replace("--extras", "--add")
+    line = f"dev.py: update: {name}=wram is not one of .*; did you mean warm[?]\n"
+    assert re.fullmatch(line, refused)
     assert tree(project) == before
+
+
+def test_several_names_without_quotes_are_answered_with_quotes(project, update):
+    refused = update(project, "--add", "warm", "tasks", status=2)
+    assert re.fullmatch('.*: tasks is not a path .*: --add "warm tasks"\n', refused)
 
 
 # What an owner writes: new files, and lines in files of the template.
@@ -293,6 +317,7 @@ def test_all_edits_of_an_owner_survive_added_and_removed_extras(project, update,
     edited = git(project, "rev-parse", "HEAD").strip()
     assert "all applied and staged" in update(project, "--add", "all")
     committed(project)
+    assert extras_of(project) == "all"
     for name, text in OWN_FILES.items():
         assert (project / name).read_text("utf-8") == text
     for name, (_, new) in OWN_LINES.items():

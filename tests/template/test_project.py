@@ -134,7 +134,7 @@ def borrowing(run):
 
 
 @pytest.fixture
-def project(shared, once, generate, borrowing, run):
+def project(projects, once, generate, borrowing, run):
     """A project with its environment."""
 
     def make(folder: Path) -> None:
@@ -143,15 +143,15 @@ def project(shared, once, generate, borrowing, run):
         dev = [sys.executable, "scripts/dev.py", "train", "--cfg", "job"]
         assert "max_steps:" in run(folder / "my-gpt", *dev)
 
-    return once(shared / "installed", make) / "my-gpt"
+    return once(projects / "installed", make) / "my-gpt"
 
 
 @pytest.fixture
-def packed(shared, once, project, run):
+def packed(projects, once, project, run):
     """The folder of its wheel and its sdist."""
     python = project / ".venv/bin/python"
     words = ["-m", "hatchling", "build", "-d"]
-    return once(shared / "packed", lambda folder: run(project, python, *words, folder))
+    return once(projects / "packed", lambda folder: run(project, python, *words, folder))
 
 
 @pytest.mark.slow

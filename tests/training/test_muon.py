@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -178,6 +179,8 @@ def test_matrices_orthogonalized_one_by_one_have_the_bits_of_stacks():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
+# Each further process imports torch, and vectors take the compiler twice as long.
+@inductor.patch({"compile_threads": 1, "cpp.simdlen": 1})
 def test_a_compiled_update_is_one_graph_per_shape_for_all_rates():
     shapes = [(6, 10), (10, 6), (6, 10)]
     optimizer, eager = (optimizer_of_matrices(shapes, compiled) for compiled in (True, False))

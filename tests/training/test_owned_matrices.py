@@ -150,8 +150,8 @@ def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, mode
         run = new_run(
             precision=precision,
             model=model,
-            max_steps=50,
-            val_every=50,
+            max_steps=12,
+            val_every=12,
             optim={"algorithm": "muon", "lr": 0.02, "clip_norm": 0.5, "weight_decay": 0.1},
         )
         strategy = build_ddp("gloo", 60, "none")

@@ -67,9 +67,9 @@ def step(model, optimizer, rank, world_size, seed, skip=False):
 
 
 def trained(rank, world_size, architecture):
-    """Return the losses of 50 steps, of which the tenth is skipped, and what was learned."""
+    """Return the losses of 20 steps, of which the tenth is skipped, and what was learned."""
     model, optimizer = parts_of(architecture, world_size)
-    losses = [step(model, optimizer, rank, world_size, seed, skip=seed == 10) for seed in range(50)]
+    losses = [step(model, optimizer, rank, world_size, seed, skip=seed == 10) for seed in range(20)]
     states = [optimizer.state[weight] for weight in model.parameters()]
     values = [value for state in states for value in state.values()]
     weights = [whole(weight.detach()) for weight in model.parameters()]
