@@ -358,6 +358,11 @@ def test_without_gpt2_one_line_says_how_to_get_it():
         make_tokenizer("gpt2", None, ())
 
 
+def test_characters_as_tokens_are_answered_with_bytes():
+    with pytest.raises(UserError, match="data.tokenizer=char is not here; set data.tokenizer=byt"):
+        make_tokenizer("char", None, ())
+
+
 @pytest.mark.usefixtures("absent")
 def test_an_unreachable_hub_is_asked_once(monkeypatch):
     requests = []

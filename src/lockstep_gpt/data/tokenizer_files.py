@@ -43,6 +43,8 @@ def hub_files(name: str) -> list[Path]:
         UserError: they are in neither place, or this name can't be a repository's.
     """
     _refuse_path(name)
+    if name in ("char", "chars", "character", "characters"):
+        raise UserError(f"data.tokenizer={name} is not here; set data.tokenizer=bytes, the nearest")
     repository = name
     repositories: tuple[str, ...] = (name,)
     if name in GPT2:
