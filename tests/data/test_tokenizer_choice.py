@@ -359,7 +359,7 @@ def test_without_gpt2_one_line_says_how_to_get_it():
 
 
 def test_characters_as_tokens_are_answered_with_bytes():
-    with pytest.raises(UserError, match="data.tokenizer=char is not here; set data.tokenizer=byt"):
+    with pytest.raises(UserError, match=r"tokenizer=char is not here; set data\.tokenizer=bytes"):
         make_tokenizer("char", None, ())
 
 

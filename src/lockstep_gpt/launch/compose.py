@@ -70,7 +70,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
             mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
             if mistake:
                 line = f"{mistake[1]}.yaml: {line}"
-            if r"found character '\t'" in line:  # YAML's text
+            if r"found character '\t'" in str(error):  # YAML's text
                 line += "; indent with spaces, not tabs"
             raise UserError(line) from None
 
