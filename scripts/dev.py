@@ -191,7 +191,7 @@ def _chosen_tests(options: "list[str]") -> "list[str] | None":
         return files + others if files else None
     paths = [option.partition("::")[0] for option in others if not option.startswith("-")]
     for path in paths:
-        if path.endswith(".py") and not (ROOT / path).exists():
+        if "/" in path and path.endswith(".py") and not (ROOT / path).exists():
             refuse(f"{path} does not exist")
     chooses = any(option.startswith(CHOOSING) for option in others)
     if "--all" in options or chooses or any((ROOT / path).exists() for path in paths):

@@ -67,13 +67,10 @@ def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypat
     run = command.folder / "runs/first"
     assert main(["evaluate", str(run)]) == 0
     hashes = source_code.file_hashes()
-    monkeypatch.setattr(
-        "lockstep_gpt.run.source_code.file_hashes", lambda: {**hashes, "training/train.py": "0"}
-    )
+    now = {**hashes, "training/train.py": "0"}
+    monkeypatch.setattr(source_code, "file_hashes", lambda: now)
     assert main(["evaluate", str(run)]) == 0
     assert "changed" not in caplog.text
-    monkeypatch.setattr(
-        "lockstep_gpt.run.source_code.file_hashes", lambda: {**hashes, "model/gpt.py": "0"}
-    )
+    now = {**hashes, "model/gpt.py": "0"}
     assert main(["evaluate", str(run)]) == 0
     assert f"changed since {find_checkpoint(run)} was trained: model/gpt.py" in caplog.text

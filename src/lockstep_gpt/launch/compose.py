@@ -70,8 +70,8 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
             mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
             if mistake:
                 line = f"{mistake[1]}.yaml: {line}"
-            if r"found character '\t'" in str(error):  # YAML's text
-                line += "; indent with spaces, not tabs"
+            if "that cannot start any token" in line:  # YAML's words
+                line += "; indent with spaces, not tabs, and quote texts that begin with @, `, or %"
             raise UserError(line) from None
 
 

@@ -175,22 +175,19 @@ def newest_verified(folder: Path, needed: Collection[str] = NEEDED) -> VerifiedC
         paths = [path for path in checkpoints_in(folder) if path not in skipped]
         if not paths:
             return None
+        newest = paths[-1]
         try:
-            return verify_content(paths[-1], needed)
-        except CheckpointError as fault:
-            if paths[-1].exists():
-                logger.warning("skipped %s: it %s", paths[-1], fault)
-            skipped.add(paths[-1])
-        except FileNotFoundError:  # a run that is training has replaced it by a newer one
-            skipped.add(paths[-1])
+            return verify_content(newest, needed)
+        except (CheckpointError, FileNotFoundError) as fault:
+            if newest.exists():  # else, a run that is training has replaced it
+                logger.warning("skipped %s: it %s", newest, fault)
+        skipped.add(newest)
 
 
 def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
     """Return the path of the newest intact checkpoint in `folder`, as `newest_verified` does."""
     newest = newest_verified(folder, needed)
-    if newest is None:
-        return None
-    return newest.path
+    return newest.path if newest else None
 
 
 def read_checkpoint(
