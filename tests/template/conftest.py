@@ -168,13 +168,16 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 @pytest.fixture(scope="session")
-def projects(shared: Path) -> Iterator[Path]:
+def projects(request: pytest.FixtureRequest, shared: Path) -> Iterator[Path]:
     """A folder that all workers share, in memory if there is room.
+
+    Not with `--whole-projects`: some slow tests mount another file system there.
 
     These tests create and delete a hundred thousand files. ext4 does not use the inode of a deleted
     file again for minutes, and searches the longer for another one.
     """
-    if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
+    whole = request.config.getoption("--whole-projects", default=False)
+    if whole or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
         yield shared
         return
     folder = MEMORY / (IN_MEMORY + "-".join(shared.parts[1:]))
@@ -197,9 +200,10 @@ def projects(shared: Path) -> Iterator[Path]:
 def tmp_path(projects: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of the test, next to the shared projects; also for what its commands create."""
     with tempfile.TemporaryDirectory(dir=projects, ignore_cleanup_errors=True) as folder:
-        other = Path(folder, "tmp")
-        other.mkdir()
-        monkeypatch.setenv("TMPDIR", str(other))
+        if projects.is_relative_to(MEMORY):
+            other = Path(folder, "tmp")
+            other.mkdir()
+            monkeypatch.setenv("TMPDIR", str(other))
         own = Path(folder, "test")
         own.mkdir()
         yield own
