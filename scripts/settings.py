@@ -40,8 +40,8 @@ HEAD = """\
 
 A setting is an argument of a command (`optim.lr=1e-3`) or a line in `configs/`. A wrong value
 causes an error that names the allowed ones. `--cfg job` prints all values of a command. A preset,
-such as `model=gpt2`, is a file in `configs/`: it sets other defaults, and what has none here.
-"kept": a resumed run must have the same value.
+such as `model=gpt2`, is a file in `configs/`. It changes defaults, and sets what has no default
+here. "kept": a resumed run must have the same value.
 
 `python3 scripts/dev.py docs` writes this page. Run it after you change a setting.
 """
