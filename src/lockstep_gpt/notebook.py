@@ -35,6 +35,7 @@ from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
+from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check, counted
@@ -271,7 +272,7 @@ class AroundFit(Callback):
         """Write the summary, and print what is next."""
         self._conclude(ending.status_of(trainer), saved=True)
         row = self.training.metrics.row
-        prompt = ending.prompt_from(self.training.data, pl_module.tokenizer)
+        prompt = prompt_from(self.training.data, pl_module.tokenizer)
         lines = ending.last_lines(self.training.directory, trainer, row, self.started, prompt)
         logger.info("%s", lines)
 

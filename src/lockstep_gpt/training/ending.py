@@ -4,12 +4,8 @@ import shlex
 import time
 from typing import Any
 
-import numpy as np
-import torch
 from lightning import Trainer
 
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import InSummary
 from lockstep_gpt.run.directory import RunDirectory
@@ -42,22 +38,6 @@ def write_summary(
         "wandb_run_id": read_id(directory.wandb_id, WANDB_ID),
     }
     directory.write_summary({**summary, **summary_of_callbacks(trainer), **more})
-
-
-def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
-    """Return a few words of a run's validation text; empty if it has no readable ones."""
-    if not isinstance(data, TokenDataModule):
-        return ""
-    rows = np.concatenate([*data.rows_by_part("val", data.validated, 0, 1).values()])
-    tokens, _ = next(data.batches("val", rows[:1], torch.device("cpu")))
-    words = tokenizer.decode(tokens[0].tolist()).split()[1:]  # the first may be cut off
-    unreadable = ("\ufffd", "<|")  # half a character, a special token
-    readable = [
-        word
-        for word in words
-        if word.isprintable() and not any(part in word for part in unreadable)
-    ]
-    return " ".join(readable[:3])
 
 
 def last_lines(

@@ -32,6 +32,7 @@ from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.overhead import Overhead
+from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
@@ -250,7 +251,7 @@ def fit(training: Training, started: float) -> None:
     leave()
     if training.rank == 0:
         row = training.metrics.row
-        prompt = ending.prompt_from(training.data, training.module.tokenizer)
+        prompt = prompt_from(training.data, training.module.tokenizer)
         lines = ending.last_lines(training.directory, trainer, row, started, prompt)
         logger.info("%s", lines)
 
