@@ -7,6 +7,7 @@ from lockstep_gpt.cli import main
 from lockstep_gpt.run import source_code
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.checkpoint import checkpoint_path, find_checkpoint
+from lockstep_gpt.run.trained_model import load_named_model
 
 
 @pytest.fixture
@@ -73,4 +74,11 @@ def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypat
     assert "changed" not in caplog.text
     now = {**hashes, "model/gpt.py": "0"}
     assert main(["evaluate", str(run)]) == 0
-    assert f"changed since {find_checkpoint(run)} was trained: model/gpt.py" in caplog.text
+    changed = f"changed since {find_checkpoint(run)} was trained: model/gpt.py"
+    assert caplog.text.count(changed) == 1
+    monkeypatch.setenv("RANK", "1")
+    load_named_model(run)
+    assert caplog.text.count(changed) == 1
+    monkeypatch.setenv("RANK", "0")
+    load_named_model(run)
+    assert caplog.text.count(changed) == 2

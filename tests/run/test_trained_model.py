@@ -49,11 +49,11 @@ def test_a_run_that_replaces_its_newest_checkpoint_meanwhile_gives_the_next(tmp_
     folder.mkdir()
     saved_model(folder / "step=000001.ckpt")
 
-    def load_after_replacement(path):
+    def load_after_replacement(path, *options):
         if path.name == "step=000001.ckpt":
             path.unlink()
             saved_model(folder / "step=000002.ckpt")
-        return load_model(path)
+        return load_model(path, *options)
 
     monkeypatch.setattr(trained_model, "load_model", load_after_replacement)
     assert trained_model.load_named_model(tmp_path)[0] == folder / "step=000002.ckpt"

@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> int:
     add("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
     add("--seed", type=int, default=1337, help="same seed, same text")
     options = parser.parse_args(arguments)
-    if options.length < 0:
-        raise UserError(f"--length={options.length} must be at least 0")
+    if options.length < 1:
+        raise UserError(f"--length={options.length} must be at least 1")
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     _, model, _, tokenizer = load_named_model(options.source)

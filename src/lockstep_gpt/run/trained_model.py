@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +61,7 @@ def parser_of(command: str, description: str) -> OneLineParser:
     return parser
 
 
-def load_named_model(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
+def load_named_model(source: Path, is_plain: bool = False) -> tuple[Path, GPT, Config, Tokenizer]:
     """Return the checkpoint at `source`, or that run's newest, and what `load_model` returns.
 
     A run that is training may replace its newest checkpoint before it is read; then, the next is.
@@ -68,7 +69,7 @@ def load_named_model(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
     while True:
         checkpoint = find_checkpoint(source)
         try:
-            return checkpoint, *load_model(checkpoint)
+            return checkpoint, *load_model(checkpoint, is_plain)
         except (UserError, FileNotFoundError):
             if checkpoint.exists():
                 raise
@@ -108,7 +109,7 @@ def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokeniz
     starts = content.get("arithmetic", {})  # an earlier version has none
     trained_by = starts[max(starts)].get("code") if starts else None
     changed = changes_since(trained_by, ["model"])
-    if changed:
+    if changed and os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks
         logger.warning("changed since %s was trained: %s", path, changed)
     if is_plain:
         for merge in merges:

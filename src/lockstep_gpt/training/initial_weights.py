@@ -20,8 +20,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import optional_part
-from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.run.trained_model import load_named_model
 from lockstep_gpt.settings import as_typed
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ def weights_of_run(
     Raises:
         UserError: the run's shape or tokenizer differs; the message starts with `source`.
     """
-    saved_model, saved_config, saved_tokenizer = load_model(find_checkpoint(path), is_plain=True)
+    _, saved_model, saved_config, saved_tokenizer = load_named_model(path, is_plain=True)
     _refuse_other_shape(saved_config.model, model.config, source)
     weights = saved_model.state_dict()
     saved_context = saved_config.model.block_size

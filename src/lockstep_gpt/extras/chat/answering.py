@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.chat.cache import Cache
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
 from lockstep_gpt.extras.datasets.mask import masks_documents
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.run.trained_model import load_model
 
 CHUNK = 256  # tokens of a prompt that are read at a time, so that other answers go on meanwhile
 SLIDE = 4  # a full row forgets its oldest 1 / SLIDE of the tokens
 LARGE = 1 << 24  # weights; with fewer, threads mostly wait for each other
-
-
-def model_of(checkpoint: Path) -> tuple[GPT, Config, Tokenizer]:
-    """Return a model that is ready to answer: without adapters, and on a GPU if there is one."""
-    model, config, tokenizer = load_model(checkpoint, is_plain=True)
-    if torch.cuda.is_available():
-        model.to("cuda")
-    return model, config, tokenizer
 
 
 @dataclass(eq=False)

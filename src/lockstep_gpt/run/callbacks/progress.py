@@ -152,8 +152,8 @@ def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
     text = tokenizer.decode(tokens[0].tolist())
     # A line starts like a sentence. A window may have no whole line, and its first word may be cut.
     pieces = [*text.split("\n")[1:], text.partition(" ")[2]]
-    prompts = [_readable_words(piece)[:3] for piece in pieces]
-    return " ".join(max(prompts, key=len))
+    longest = max((_readable_words(piece)[:3] for piece in pieces), key=len)
+    return " ".join(longest)
 
 
 def _readable_words(text: str) -> list[str]:
