@@ -19,6 +19,13 @@ class StepAxis(_LoggerConnector):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
 
+    def on_batch_start(self, *arguments: Any) -> None:
+        """Set the step's number: Lightning counts one twice on a resume after a validation."""
+        trainer: Any = self.trainer
+        if trainer.training:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
+        super().on_batch_start(*arguments)
+
 
 def count_logged_steps_from_one(trainer: Trainer) -> _LoggerConnector:
     """Give the Trainer our axis; return its original connector, for `restore_axis`."""
@@ -26,8 +33,6 @@ def count_logged_steps_from_one(trainer: Trainer) -> _LoggerConnector:
     axis = StepAxis(trainer)
     vars(axis).update(vars(original))
     trainer._logger_connector = axis
-    # The next step, not those done.
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
     return original
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_memory, peak_tflops
+from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 
@@ -220,6 +221,27 @@ def test_logged_values_have_their_own_step(new_run):
     # If the first fails, Lightning no longer needs our change to its axis.
     assert steps() == [(1, 2.0), (3, 4.0)]
     assert steps(Metrics(2, 1)) == [(2, 2.0), (4, 4.0)]
+
+
+class LogsValidations(Callback):
+    """Logs in each validation."""
+
+    def on_validation_batch_end(self, trainer, pl_module, *_):
+        pl_module.log("mine/step", float(trainer.global_step))
+
+
+@pytest.mark.parametrize("start", [2, 3, 4, 5])
+def test_after_a_resume_logged_values_have_their_own_step(new_run, tmp_path, start):
+    def rows(max_steps, **resumed):
+        run, logger = new_run(max_steps=max_steps, checkpoint={"every": 1}, val_every=2), Rows()
+        callbacks = (Metrics(1, 1), Logs(), LogsValidations(), run.checkpoints(tmp_path))
+        run.fit(*callbacks, logger=logger, log_every_n_steps=1, **resumed)
+        return logger.rows
+
+    rows(start)
+    resumed = rows(8, ckpt_path=checkpoint_path(tmp_path, start))
+    assert all(step == value for step, value in resumed)
+    assert {step for step, _ in resumed} == {*range(start + 1, 9)}
 
 
 def test_the_axis_is_restored_after_an_exception_too(new_run):
