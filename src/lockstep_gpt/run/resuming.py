@@ -84,7 +84,8 @@ def state_to_resume(
         return checkpoint
     refuse_lost_numbers(f"checkpoint {path}", fitting, module)
     module.load_state_dict(joined(fitting), strict=False)
-    logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
+    message = "resume_force: loaded %d weights of %s; the others are new; starts at step 0"
+    logger.warning(message, len(fitting), path)
     return None
 
 

@@ -52,6 +52,19 @@ def test_the_last_step_is_always_validated_and_saved(new_run, tmp_path):
     assert checkpoints.in_summary(0)["last_checkpoint"] == str(tmp_path / "step=000005.ckpt")
 
 
+@pytest.mark.parametrize("earlier_steps", [4, 6, 8])
+def test_a_run_that_starts_again_keeps_the_checkpoints_of_the_other_model(
+    new_run, tmp_path, earlier_steps
+):
+    fitted(new_run(max_steps=earlier_steps, checkpoint={"every": None}), tmp_path)
+    earlier = checkpoint_path(tmp_path, earlier_steps).read_bytes()
+    fitted(new_run(max_steps=6, seed=1, checkpoint={"every": None}), tmp_path)
+    assert steps_in(tmp_path)[-1] == 6
+    kept = checkpoint_path(tmp_path / "replaced", earlier_steps)
+    assert kept.read_bytes() == earlier
+    assert fault_of(kept) is None
+
+
 def test_without_a_period_only_the_best_and_the_end_are_saved(new_run, tmp_path):
     run = new_run(max_steps=6, val_every=2, checkpoint={"every": None})
     fitted(run, tmp_path, losses={2: 3.0, 4: 4.0, 6: 5.0})

@@ -49,6 +49,12 @@ class Checkpoints(StepCallback, Checkpoint):
     losses: dict[int, float] = field(default_factory=dict, init=False)
     last_validated: int = field(default=0, init=False)  # step of the last save with a loss
     saves: list[Save] = field(default_factory=list, init=False)  # of this process
+    _start: int = field(default=0, init=False)  # step at which this process began
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note where a new or resumed run starts."""
+        super().on_train_start(trainer, pl_module)
+        self._start = trainer.global_step
 
     def validates(self, trainer: Trainer) -> bool:
         """Return whether a validation follows the optimizer step that just ended."""
@@ -93,6 +99,8 @@ class Checkpoints(StepCallback, Checkpoint):
         module: Any = trainer.lightning_module
         module.skipped.refuse_broken(trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
+        if not self.saves:
+            self._make_room(trainer)
         started_at = time.perf_counter()  # the device has finished the step: its count was read
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -100,11 +108,20 @@ class Checkpoints(StepCallback, Checkpoint):
         self.saves.append(Save(path, started_at, time.perf_counter()))
         return path
 
+    def _make_room(self, trainer: Trainer) -> None:
+        """Move checkpoints of later steps away, before the first save.
+
+        They are of a model that the run left with `resume_force`.
+        """
+        if trainer.is_global_zero:
+            for path in files.checkpoints_in(self.folder):
+                if files.step_of(path) > self._start:
+                    files.set_aside(path)
+        trainer.strategy.barrier()  # ranks may write parts of checkpoints with the same names
+
     def _prune(self, trainer: Trainer, new: Path) -> None:
         """Delete checkpoints neither among the newest nor the best, once `new` is saved."""
         present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
-        while present[-1] != new:  # of a model that this run left with resume_force
-            files.set_aside(present.pop())
         newest = present[-self.config.checkpoint.keep_last :]
         best = self._best_steps()[: self.config.checkpoint.keep_best]
         for path in present:
