@@ -10,6 +10,7 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
                           the project needs; each set has its own environment
   lint                    only lint and types
+  format                  mend what lint can mend by itself, such as spaces and the order of imports
   install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
   docs                    write the pages that list all settings, and draw the layers of the code
   update [TEMPLATE]       apply a later state of the template; see update --help
@@ -65,7 +66,8 @@ SECONDS = "test-seconds"  # the time of all tests, or all fast ones, when they l
 # Seconds of all processes, divided by the number of test functions, if they have never passed.
 PER_TEST = {"all": 0.3, "fast": 0.1}
 LINT = {"lint": [["ruff", "check"], ["ruff", "format", "--check"]], "types": [["mypy"]]}
-WRITERS = ("scripts/settings.py", "scripts/architecture.py")  # of what is generated in docs/
+FORMAT = (["-m", "ruff", "check", "--fix"], ["-m", "ruff", "format"])
+WRITERS = (["scripts/settings.py"], ["scripts/architecture.py"])  # of what is generated in docs/
 # Tests of files without a mirror in the tree of tests, besides those that name them.
 OTHERS = {"configs": "tests/launch/test_compose.py"}
 
@@ -84,14 +86,15 @@ def main(arguments: "list[str]") -> int:
         import update
 
         return update.main(arguments[1:], ROOT)
-    if arguments[0] == "install":
-        return install(arguments[1:])
-    if arguments[0] == "docs":
-        return write_docs()
-    if arguments[0] == "test":
-        return test(arguments[1:])
-    if arguments[0] == "lint":
-        return lint(arguments[1:])
+    own = {
+        "install": install,
+        "docs": lambda options: _run_each(WRITERS, options),
+        "test": test,
+        "lint": lint,
+        "format": lambda options: _run_each(FORMAT, options, everything=True),
+    }
+    if arguments[0] in own:
+        return own[arguments[0]](arguments[1:])
     environment = Environment()
     environment.set_up()
     command = [environment.python, "-m", "lockstep_gpt", *arguments]
@@ -100,15 +103,23 @@ def main(arguments: "list[str]") -> int:
     return subprocess.call(command)
 
 
-def write_docs() -> int:
-    """Write what is generated in docs/ again."""
+def _run_each(
+    steps: "tuple[list[str], ...]", options: "list[str]", everything: bool = False
+) -> int:
+    """Run Python with the words of each step; return 1 if one failed.
+
+    Args:
+        steps: the words of each.
+        options: refused, but for a wish for help.
+        everything: install what the tests need, too.
+    """
+    if options:
+        sys.stdout.write(str(__doc__))
+        return 0 if options[0] in ("-h", "--help") else 2
     environment = Environment()
-    environment.set_up()
-    for script in WRITERS:
-        status = subprocess.call([environment.python, script], cwd=ROOT)
-        if status:
-            return status
-    return 0
+    environment.set_up(everything=everything)
+    statuses = [subprocess.call([environment.python, *step], cwd=ROOT) for step in steps]
+    return int(any(statuses))
 
 
 def test(options: "list[str]") -> int:
@@ -214,6 +225,8 @@ def run_checks(environment: Environment, checks: "dict[str, list[list[str]]]") -
                 return status
             if status:
                 results[name] = "failed"
+    if results.get("lint") == "failed":
+        say("`python3 scripts/dev.py format` mends most of what lint finds")
     say(", ".join(f"{name} {result}" for name, result in results.items()))
     return int("failed" in results.values())
 

@@ -47,7 +47,7 @@ def test_the_page_is_current_else_run_its_script():
     # Whoever deletes an extra by hand may leave its section.
     absent = tuple(f"## Extra `{name}`" for name in {*CATALOG} - {*installed()})
     current = "\n".join(part for part in parts if not part.startswith(absent))
-    assert made.stdout == current, "python scripts/settings.py writes it"
+    assert made.stdout == current, "`python3 scripts/dev.py docs` writes it"
 
 
 def test_every_setting_is_read_somewhere():

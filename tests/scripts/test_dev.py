@@ -211,7 +211,7 @@ def test_an_unknown_optional_dependency_is_rejected_in_one_line(project):
     assert installations(project) == before
 
 
-def test_docs_runs_the_scripts_that_write_pages_until_one_fails(project):
+def test_docs_runs_the_scripts_that_write_pages_and_fails_if_one_does(project):
     script = "import pathlib, sys\nprint(pathlib.Path.cwd(), sys.prefix)\n"
     for name in ("settings", "architecture"):
         (project / f"scripts/{name}.py").write_text(script)
@@ -219,7 +219,7 @@ def test_docs_runs_the_scripts_that_write_pages_until_one_fails(project):
     assert (status, out) == (0, 2 * f"{project} {project / '.venv'}\n")
     (project / "scripts/settings.py").write_text("import sys\nsys.exit(3)\n")
     status, out, _ = dev(project, "docs")
-    assert (status, out) == (3, "")
+    assert (status, out) == (1, f"{project} {project / '.venv'}\n")
 
 
 def load(root: Path, monkeypatch):
@@ -453,6 +453,16 @@ def test_lint_runs_lint_and_types_and_no_tests(project):
     assert (status, out.splitlines()) == (1, ["ruff check", "ruff format --check", "mypy"])
     assert err.splitlines()[-1] == "dev.py: lint passed, types failed"
     assert dev(project, "lint", "src")[0] == 2
+
+
+def test_format_mends_what_lint_finds(project):
+    _, _, err = dev(project, "lint", FAILING="ruff")
+    assert "`python3 scripts/dev.py format` mends most" in err.splitlines()[-2]
+    status, out, _ = dev(project, "format")
+    assert (status, out.splitlines()) == (0, ["ruff check --fix", "ruff format"])
+    assert dev(project, "format", FAILING="ruff")[0] == 1
+    assert dev(project, "format", "src")[0] == 2
+    assert dev(project, "format", "--help")[0] == 0
 
 
 def test_the_help_of_test_explains_changed_and_that_pytest_gets_the_rest(tmp_path):

@@ -165,7 +165,7 @@ def test_additions_of_every_kind_break_no_test(project, python, tests):
         change(project / "src/my_gpt" / name, old, new)
     status, output = tests("tests/docs/test_settings.py")
     assert (status, "1 failed" in output) == (1, True), output
-    assert "AssertionError: python scripts/settings.py writes it" in output
+    assert "AssertionError: `python3 scripts/dev.py docs` writes it" in output
     assert python("scripts/settings.py") == (0, "docs/settings.md\n")
     assert python("scripts/architecture.py") == (0, "docs/architecture.svg\n")
     inherited = sorted((project / "tests").rglob("test_*.py"))

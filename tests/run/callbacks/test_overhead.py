@@ -63,16 +63,16 @@ def warnings_in(caplog):
 
 
 def reports_in(caplog):
-    return [line for line in caplog.messages if line.startswith("share of the time to come")]
+    return [line for line in caplog.messages if line.startswith("share of the remaining time")]
 
 
 def test_a_forecast_has_both_shares_and_what_they_consist_of():
     forecast = Forecast(280.0, Pauses(5, 2.0), Pauses(2, 5.0))
     assert str(forecast) == (
-        "share of the time to come: validation 3.3% (5 x 2.00 s), saving 3.3% (2 x 5.00 s)"
+        "share of the remaining time: validation 3.3% (5 x 2.00 s), saving 3.3% (2 x 5.00 s)"
     )
     only_one = Forecast(10.0, Pauses(5, 2.0), Pauses(2, None))
-    assert str(only_one) == "share of the time to come: validation 50.0% (5 x 2.00 s)"
+    assert str(only_one) == "share of the remaining time: validation 50.0% (5 x 2.00 s)"
 
 
 @pytest.mark.parametrize(("validation", "saving"), [(1.0, 1.0), (20.0, 0.01), (0.3, 70.0)])
@@ -91,7 +91,7 @@ def test_a_slow_validation_is_warned_of_once_with_settings(new_run, tmp_path, ca
     fitted(run, tmp_path, Slow(steps=7, seconds=0.05))
     (line,) = warnings_in(caplog)
     words = re.fullmatch(
-        r"validation will take \d+\.\d% of the time to come, more than 10%; set "
+        r"validation will take \d+\.\d% of the remaining time, more than 10%; set "
         r"val_every=(\d+)(?: or data\.val_tokens=(\d+))?",
         line,
     )
@@ -121,7 +121,7 @@ def test_slow_saving_is_warned_of_with_settings(new_run, tmp_path, caplog, backg
     fitted(run, tmp_path, Slow(steps=4), io=CopyingCheckpointIO(background=background))
     (line,) = warnings_in(caplog)
     other = "" if background else "checkpoint.background=true or "
-    start = r"saving will take \d+\.\d% of the time to come, more than 10%; set "
+    start = r"saving will take \d+\.\d% of the remaining time, more than 10%; set "
     assert re.fullmatch(rf"{start}{re.escape(other)}checkpoint\.every=\d+", line), line
 
 
@@ -197,8 +197,8 @@ def test_rank_0_alone_reports_the_shares_and_the_summary_has_them(command):
     two = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "run_dir=run")
     out = command.train(*two).stdout
     log = (command.folder / "run" / "train.log").read_text()
-    assert (out + log).count("share of the time to come: validation") >= 1
-    assert log.count("share of the time to come: validation") == 1
+    assert (out + log).count("share of the remaining time: validation") >= 1
+    assert log.count("share of the remaining time: validation") == 1
     summary = command.summary("run")
     assert 0 < summary["validation_share"] < 1
     assert 0 < summary["saving_share"] < 1

@@ -64,7 +64,7 @@ class Forecast:
             f"{name} {self.share(pauses):.1%} ({pauses.count:,} x {pauses.seconds:.2f} s)"
             for name, pauses in self.known.items()
         ]
-        return "share of the time to come: " + ", ".join(parts)
+        return "share of the remaining time: " + ", ".join(parts)
 
 
 @dataclass(eq=False)
@@ -158,7 +158,7 @@ class Overhead(StepCallback):
             return
         self._warned |= remedies.keys()
         logger.warning(
-            "%s will take %s of the time to come, more than %s; set %s",
+            "%s will take %s of the remaining time, more than %s; set %s",
             " and ".join(forecast.known),
             f"{share:.1%}",
             f"{2 * LIMIT:.0%}",
