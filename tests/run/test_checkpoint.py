@@ -284,6 +284,7 @@ def test_rows_of_a_tensor_in_parts_are_those_of_the_whole(first):
 def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path):
     old, new = (save(checkpoint_path(tmp_path / "checkpoints", step)) for step in (1, 2))
     assert find_checkpoint(tmp_path) == new
+    assert find_checkpoint(tmp_path / "checkpoints") == new
     assert find_checkpoint(old) == old
     flip_a_bit(new)
     assert find_checkpoint(tmp_path) == old

@@ -108,7 +108,8 @@ def test_a_new_path_and_an_empty_folder_may_be_used(run):
 
 def test_a_folder_that_is_not_empty_is_rejected(run):
     run.checkpoints.mkdir(parents=True)
-    with pytest.raises(UserError, match=r"^run_dir=\S+first already exists and is not empty; name"):
+    remedy = f"name another one and add resume={run.path}, or restore {run.config}"
+    with pytest.raises(UserError, match=rf"^run_dir=\S+first already exists .*; {remedy}$"):
         run.refuse_if_used()
 
 

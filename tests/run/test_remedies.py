@@ -143,6 +143,14 @@ def test_recorded_failures_are_recognized_by_their_text(composed, text, cause):
     assert cause in explain(f"some lines\n{text}\nmore", Scene(composed(), 2))
 
 
+def test_cause_and_remedy_fit_on_one_line(composed):
+    explanation = explain("Expected to have finished reduction", Scene(composed(), 2, ["head"]))
+    assert remedies.in_one_line(explanation) == (
+        "parts of the model do not affect the loss, so DDP waits for their gradients; use every "
+        "parameter in the loss (head), or set strategy.find_unused_parameters=true"
+    )
+
+
 def test_every_failure_of_the_table_is_among_the_tested():
     provoked = ["can't allocate memory", "SemLock", "did not receive grad", "EADDRINUSE"]
     tested = [*RECORDED, *provoked]

@@ -80,6 +80,8 @@ def _recipe_of(config: DataConfig) -> Recipe:
         return recipe_of(config)
     folder = folder_of(config)
     remedy = "put the folder back, or start a new run with data.fingerprint=null"
+    if not folder.is_absolute():
+        remedy = f"change to the directory in which the run was trained, {remedy}"
     try:
         recipe = recipe_of(config)
     except UserError as error:

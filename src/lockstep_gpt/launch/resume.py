@@ -85,6 +85,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
             "set it, or leave resume=auto out"
         )
     if continues:
+        run.refuse_if_used()
         print(f"{run.path.resolve()} does not exist yet: starting a new run")
     return start.train_once(values, config)
 

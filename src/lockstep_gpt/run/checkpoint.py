@@ -286,7 +286,7 @@ def _local(path: Path, folder: Path | None) -> Path:
 
 
 def _newest_of(run: Path) -> VerifiedCheckpoint:
-    folder = run / "checkpoints"
+    folder = run if run.name == "checkpoints" else run / "checkpoints"
     newest = newest_verified(folder)
     if newest is None:
         if checkpoints_in(folder):

@@ -85,6 +85,8 @@ class RunDirectory:
         remedy = "name another one"
         if self.config.is_file():
             remedy += ", or continue it with resume=auto"
+        elif self.checkpoints.is_dir():
+            remedy += f" and add resume={self.path}, or restore {self.config}"
         raise UserError(f"run_dir={self.path} already exists and is not empty; {remedy}")
 
     def create(self, values: dict[str, Any]) -> None:

@@ -39,7 +39,10 @@ def report_failure(
     last_line.append(directory.log_of(ranks.rank), text)
     if lost_peers(error) and not remedy_of_limit(error):
         return Exit.LOST_PEERS
-    line = f"rank {ranks.rank} failed: {describe_error(error)}"
+    what = describe_error(error)
+    if cause and not isinstance(error, RunError):  # what torch says about it has many lines
+        what = f"{type(error).__name__}: {remedies.in_one_line(cause)}"
+    line = f"rank {ranks.rank} failed: {what}"
     if isinstance(error, RunError):
         text = ""
     return _record(directory, ranks, Exit.FAILED, error, line, text, terminal)

@@ -239,6 +239,11 @@ def explain_error(
     return explain(text, Scene(config, world_size, unused))
 
 
+def in_one_line(explanation: str) -> str:
+    """Return cause and remedy in one line."""
+    return re.sub(r"^(cause|remedy) +", "", explanation, flags=re.MULTILINE).replace("\n", "; ")
+
+
 def explain_deaths(run: RunDirectory, config: Config, ended: dict[int, Ending]) -> str:
     """Return cause and remedy from the ended ranks' logs, or from the signals that ended them."""
     scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
