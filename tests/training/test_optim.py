@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 from lockstep_gpt.distributed.strategies import WholeModels
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training import optim
+from lockstep_gpt.training import muon, optim
 from lockstep_gpt.training.optim import build_optimizer, place_matrices
 from lockstep_gpt.training.optim_settings import OptimConfig
 
@@ -106,3 +107,10 @@ def test_with_exact_sums_muon_is_not_compiled_and_a_gpu_stacks_nothing(
     optimizer = build_optimizer(torch.nn.Linear(2, 2), config.optim, lr=1.0)
     place_matrices(optimizer, WholeModels(), config)
     assert optimizer.placement == flags
+
+
+def test_a_module_without_the_function_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.delattr(muon, "build_optimizer")
+    message = r"muon\.py defines no build_optimizer; define it as training/muon\.py does$"
+    with pytest.raises(UserError, match=message):
+        build_optimizer(gpt(), OptimConfig(algorithm="muon"), lr=1e-3)

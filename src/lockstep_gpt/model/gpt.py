@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError, defined_in
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE, ModelConfig
 from lockstep_gpt.model.sampling import BROKEN, check_sampling, sample_tokens
@@ -170,7 +170,7 @@ class GPT(nn.Module):
 def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
     """Build the GPT of the module that `model.architecture` names."""
     module = importlib.import_module(f"{__package__}.{config.architecture}")
-    model = module.GPT(config, vocab_size)
+    model: GPT = defined_in(module, "GPT", "model/modern.py")(config, vocab_size)
     if config.activation_checkpointing:
         # Each block keeps only its input and recomputes the rest in backward (Chen et al. 2016).
         # FSDP and torch.compile wrap the block from outside, so they see the usual class.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.errors import defined_in
 from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.optim_settings import OptimConfig
@@ -35,7 +36,8 @@ def build_optimizer(
     """
     if config.algorithm != "adamw":
         module = importlib.import_module(f"{__package__}.{config.algorithm}")
-        return cast(torch.optim.Optimizer, module.build_optimizer(model, config, lr))
+        build = defined_in(module, "build_optimizer", "training/muon.py")
+        return cast(torch.optim.Optimizer, build(model, config, lr))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_kernels = all(parameter.device.type in FUSED_DEVICES for parameter in trained)
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
