@@ -71,7 +71,7 @@ def test_an_argument_of_the_user_s_comes_before_ours(composed):
 @pytest.mark.parametrize(
     ("target", "arguments", "line"),
     [
-        (NAME, {"columns": 5}, "unexpected keyword argument 'columns'"),
+        (NAME, {"columns": 5}, "has no argument columns; use rows or block_size or seed"),
         (NAME, {}, "missing 1 required positional argument: 'rows'"),
         ("collections.Counter", {}, "is a Counter; name a source in this package, or a Lightning"),
         ("nowhere.Data", {}, "nowhere"),

@@ -21,6 +21,11 @@ def test_a_node_is_built_with_its_children_and_known_arguments():
     assert (timer._duration, timer._interval) == (timedelta(seconds=3).total_seconds(), "epoch")
 
 
+def test_an_argument_with_a_typing_error_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match=r"Timer has no argument intervall; use interval$"):
+        build({"_target_": TIMER, "duration": DURATION, "intervall": "step"}, {})
+
+
 @pytest.mark.parametrize(
     "node",
     [

@@ -1,10 +1,11 @@
 """Builds what the configuration names with `_target_`: loggers, callbacks, and the Trainer."""
 
+import difflib
 import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,11 +44,23 @@ VALIDATION = {"inference_mode": False}
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build a `_target_` node with what it accepts of `known`, or raise a `UserError`."""
     accepted = inspect.signature(target_of(node)).parameters
+    _refuse_unknown_arguments(node, accepted)
     arguments = {name: known[name] for name in accepted if name in known}
     try:
         return deferred(node)(**arguments)
     except (InstantiationException, TypeError, ImportError) as error:
         raise mistake(error) from error
+
+
+def _refuse_unknown_arguments(
+    node: dict[str, Any], accepted: Mapping[str, inspect.Parameter]
+) -> None:
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return
+    for name in node:
+        if name not in accepted and not name.startswith("_"):  # such as `_target_`
+            near = difflib.get_close_matches(name, accepted, n=1) or accepted
+            raise UserError(f"{node['_target_']} has no argument {name}; use {' or '.join(near)}")
 
 
 def target_of(node: dict[str, Any]) -> Callable[..., Any]:
