@@ -291,7 +291,7 @@ def attention_operations():
     @contextlib.contextmanager
     def record():
         ran = []
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             yield ran
         for event in profile.events():
             found = re.match(r"aten::_scaled_dot_product_(\w+)", event.name)

@@ -69,7 +69,7 @@ def test_the_screen_shows_receipt_sample_and_next_command(finished):
     for line in (
         "1 device x 1 node x 8 samples x 1 accumulation = 8 samples = 256 tokens per step",
         "0.003 x 1 = 0.003 (linear in the batch: 8 samples, tuned for 8)",
-        "  | def ",
+        "  | class to read",
         "generate runs/first --prompt ",
     ):
         assert line in screen

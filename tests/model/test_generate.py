@@ -101,7 +101,7 @@ def test_a_draw_is_that_of_multinomial_with_the_same_seed(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_host_of_a_gpu_waits_once_for_all_tokens(model: GPT, temperature: float) -> None:
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         model.generate(PROMPT, 20, temperature, top_k=9)
     waits = [event for event in profile.events() if event.name == "aten::_local_scalar_dense"]
     assert len(waits) == 1

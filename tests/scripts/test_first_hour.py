@@ -109,7 +109,7 @@ def test_a_stage_measures_everything(stage, tmp_path, python_of_forks):
             assert re.search(MISSING[row["measurement"]], row["result"]), row
         assert f"| {row['name']} | " in report
     assert "| fact | |" in report
-    assert f"torch {torch.__version__}" in report
+    assert f"torch {torch.__version__.partition('+')[0]}" in report
     assert f"\n## {stage}. " in report
     assert not [*tmp_path.glob("runs/B-*/checkpoints")]  # many GB on a GPU
 

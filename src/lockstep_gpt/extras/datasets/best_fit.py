@@ -52,7 +52,7 @@ def ends_of_documents(tokens: npt.NDArray[Any], end: int) -> Numbers:
         np.flatnonzero(tokens[place : place + SCANNED] == end) + place + 1
         for place in range(0, len(tokens), SCANNED)
     ]
-    ends = np.concatenate(ends_in_stretches)
+    ends: Numbers = np.concatenate(ends_in_stretches)
     if len(ends) and ends[-1] == len(tokens):
         return ends
     return np.append(ends, len(tokens))
