@@ -174,7 +174,11 @@ def test_a_word_that_means_another_gets_the_right_one(words, line, capsys, tmp_p
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_sweep_prints_each_job_once(command):
+def test_a_sweep_prints_each_job_once_and_marks_the_lowest_loss(command):
     out = command.train("-m", "optim.lr=1e-3,2e-3", "max_steps=2", "run_dir=sweep").stdout
     assert out.count("job 1: launch.inline=True optim.lr=0.002") == 1
     assert "#1 :" not in out  # Hydra's own line
+    losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 1)]
+    rows = out.splitlines()[-2:]
+    assert rows[losses.index(min(losses))].endswith("  (lowest)")
+    assert out.count("(lowest)") == 1

@@ -120,7 +120,15 @@ def _run_jobs(
     with supervise.sharing_servers(), contextlib.suppress(_SweepStopped):
         compose.run(arguments, run_job)
     if len(results) > 1:
-        print("\njob  exit  val_loss")
-        for number, (swept, status, metric) in enumerate(results):
-            print(f"{number:3}  {status:4}  {metric:8.4f}  {swept}")
+        _print_table(results)
     return max((status for _, status, _ in results), default=0)
+
+
+def _print_table(results: list[tuple[str, int, float]]) -> None:
+    """Print a row for each job: what it swept, its exit status, and its validation loss."""
+    metrics = [metric for _, status, metric in results if status == 0 and not math.isnan(metric)]
+    lowest = min(metrics, default=math.nan)
+    print("\njob  exit  val_loss")
+    for number, (swept, status, metric) in enumerate(results):
+        mark = "  (lowest)" if metric == lowest else ""
+        print(f"{number:3}  {status:4}  {metric:8.4f}  {swept}{mark}")
