@@ -77,6 +77,12 @@ def _check_override(word: str, words: list[str]) -> None:
         raise UserError(f"{word} has no effect here; all files of a run are in its run_dir")
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
+    if not is_group and equals and name in choices.known_groups() and value[:1] not in "{$":
+        names = ", ".join(choices.settings_below(name)[""])
+        raise UserError(
+            f"{word}: {name} is a group of settings; write {name}.NAME={value}, where NAME is one "
+            f"of {names}"
+        )
 
 
 def _check_launcher(word: str, package: str) -> None:
