@@ -1,6 +1,8 @@
 import dataclasses
 import itertools
 import math
+import shlex
+import subprocess
 
 import pytest
 import yaml
@@ -277,6 +279,21 @@ def test_a_recipe_that_hydra_puts_elsewhere_is_answered_with_how_to_write_it(
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"{written}\n")
     assert refusal("experiment=mine", "--config-dir", str(tmp_path)).endswith(line)
+
+
+@pytest.mark.parametrize("place", ["experiment/mine.yml", "mine.yaml", "mine.yml"])
+def test_a_recipe_that_hydra_does_not_find_is_answered_with_where_to_move_it(
+    tmp_path, monkeypatch, place
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "confs" / "experiment").mkdir(parents=True)
+    (tmp_path / "confs" / place).write_text("# @package _global_\nseed: 7\n")
+    refused = refusal("experiment=mine", "--config-dir", "confs")
+    command = refused.partition(f"; to choose confs/{place}, run: ")[2]
+    assert command == f"mv confs/{place} confs/experiment/mine.yaml"
+    subprocess.run(shlex.split(command), check=True)
+    words = ("max_steps=3", "batch.global_size=2", "--config-dir", "confs")
+    assert composed("experiment=mine", *words)[1].seed == 7
 
 
 def test_broken_yaml_is_rejected_by_its_file(tmp_path):

@@ -1,7 +1,9 @@
 """Mistakes in a configuration, in one line: the texts of Hydra and OmegaConf, and what to do."""
 
 import contextlib
+import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,10 +200,26 @@ def _unknown_choice(group: str, choice: str, text: str) -> str:
         return f"{group}={choice} is gone; {instead}"
     available = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
     names = available[1].split() if available else sorted(yaml_files(group))
-    near = choices.suggestion(choice, names)
+    near = _misplaced_file(group, choice, text) or choices.suggestion(choice, names)
     if not near and group in CLASSES:
         near = f"; for a class of Lightning's, write +{group}.NAME._target_={CLASSES[group]}.CLASS"
     return f"{group}={choice} is not one of {', '.join(names)}{near}"
+
+
+def _misplaced_file(group: str, choice: str, text: str) -> str:
+    """Return how to move a choice's file that Hydra doesn't find; empty if there is none.
+
+    The `text` of Hydra's error has the folders of configurations.
+    """
+    folders = [Path(path) for path in re.findall(r"path=file://(.+?)(?= provider=|$)", text)]
+    for folder in folders:
+        place = folder / group / f"{choice}.yaml"
+        names = (place.with_suffix(".yml"), folder / place.name, folder / f"{choice}.yml")
+        file = next((name for name in names if name.is_file()), None)
+        if file is not None:
+            words = [os.path.relpath(path) for path in (file, place)]
+            return f"; to choose {words[0]}, run: mv {shlex.join(words)}"
+    return ""
 
 
 def _unknown_setting(path: str, value: str) -> str:
