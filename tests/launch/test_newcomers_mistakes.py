@@ -27,6 +27,14 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "--config-name=smoke: this names a file that replaces configs/train.yaml; for a "
             "recipe, set experiment=smoke",
         ),
+        ("--config-path=confs", "--config-path must be the absolute path of a folder that "),
+        ("-cp /no/such/folder", "--config-path must be the absolute path of a folder that "),
+        (
+            "-n_layer 3",
+            "-n_layer is not a flag; settings are NAME=VALUE, without dashes; did you mean "
+            "model.n_layer?\n",
+        ),
+        ("-run_dir x", "-run_dir is not a flag; settings are NAME=VALUE, without dashes; did you "),
         ("resume=", "resume= is not none, auto, or a path; to continue a run, set run_dir=RUN "),
         (
             "data.path=~/books",

@@ -25,6 +25,10 @@ KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or fals
 CLASSES = {"callbacks": "lightning.pytorch.callbacks", "logger": "lightning.pytorch.loggers"}
 UNKNOWN = "..."  # instead of a value that the error doesn't contain
 PRIMARY_RULE = "this names a file that replaces configs/train.yaml; for a recipe, set experiment="
+CONFIG_PATH_RULE = (
+    "--config-path must be the absolute path of a folder that replaces configs/; to add a folder "
+    "of YAML files to it, write --config-dir FOLDER"
+)
 NOISE = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
 
 
@@ -172,6 +176,8 @@ def _value_instead_of_settings(group: str, value: Any) -> str:
 
 def _missing_file(text: str) -> str | None:
     """Return the line of an error about a YAML file that isn't there; None for another error."""
+    if re.search("Primary config (module|directory)", text):
+        return CONFIG_PATH_RULE
     primary = re.search(r"Cannot find primary config '(.+?)'", text)
     if primary:
         return f"--config-name={primary[1]}: {PRIMARY_RULE}{primary[1]}"
