@@ -144,6 +144,23 @@ def test_a_file_of_the_package_is_not_a_program_that_silently_does_nothing(file)
     assert done.stderr.endswith(" train\n")
 
 
+@pytest.mark.slow
+def test_under_torchrun_a_file_of_the_package_is_answered_with_torchrun_s_command(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"),
+            *(PACKAGE / "cli.py", "train"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    line = f"{PACKAGE / 'cli.py'} is not a program; run: torchrun ... -m lockstep_gpt train\n"
+    assert done.stderr.startswith(line), done.stderr
+    assert line in done.stderr.partition("Root Cause")[2]
+
+
 def test_a_class_that_cannot_be_imported_is_named_once(capfd):
     target = "lightning.pytorch.callbacks.EarlyStoping"
     with pytest.raises(UserError, match=f"^_target_={target} can't be imported; correct it"):
