@@ -108,10 +108,19 @@ def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, mess
     assert err.count("\n") == 1
 
 
-def test_the_run_as_an_option_is_answered_with_how_to_name_it(capsys):
-    assert cli.main(["evaluate", "--run_dir", "runs/one"]) == 2
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--run_dir", "runs/one"],
+        ["evaluate", "--run_dir=runs/one"],
+        ["generate", "--out_dir=runs/one"],
+    ],
+)
+def test_the_run_as_an_option_is_answered_with_how_to_name_it(words, capsys):
+    assert cli.main(words) == 2
     err = capsys.readouterr().err
-    assert err.endswith("; here, --run_dir: write the run directory without a name\n"), err
+    name = words[1].partition("=")[0]
+    assert err.endswith(f"; here, {name}: write the run directory without a name\n"), err
 
 
 def test_a_callback_may_monitor_a_metric_of_the_user_s_named_like_ours(caplog):
