@@ -13,12 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import (
-    Config,
-    from_container,
-    settings_on_resume,
-    with_defaults,
-)
+from lockstep_gpt.config import Config, from_container, settings_on_resume, with_defaults
 from lockstep_gpt.damaged_files import read_informative_text, readable
 from lockstep_gpt.data.prepare import refuse_other_tokens
 from lockstep_gpt.errors import UserError
@@ -37,6 +32,7 @@ from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.launch.resumed_choices import (
     changes_of_group,
     decided_by,
+    may_differ,
     names_group,
     typed_choices,
 )
@@ -132,7 +128,7 @@ def _refuse_other_choices(
     for line in runs.differences(frozen, composed):
         name = line.partition("=")[0]
         group = name.partition(".")[0]
-        may_change = name in free or (group == "strategy" and group in typed)
+        may_change = name in free or may_differ(group, typed)
         shortened = short_runs.is_shortened(name, theirs.get(name), ours.get(name))
         if is_decided(name) and not may_change and not shortened:
             differing[name] = line
@@ -140,10 +136,11 @@ def _refuse_other_choices(
         run.load()  # raises if this version can't read it
         # Those of a typed choice first: an experiment sets many others.
         names = sorted(differing, key=lambda name: (name.partition(".")[0] not in typed, name))
+        choices = " ".join(f"{group}={choice}" for group, choice in typed.items())
         raise UserError(
             f"run_dir={run.path} keeps its choices, but got "
-            f"{runs.some_of([differing[name] for name in names])}; use the "
-            f"same, or start a new run with resume={run.path}"
+            f"{runs.some_of([differing[name] for name in names])}; use the same, leave "
+            f"{choices} out, as the run has its own, or start a new run with resume={run.path}"
         )
 
 
@@ -169,7 +166,12 @@ def resume(
     with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
-    placement, batch = start.place_run(config)
+    sets_devices = any(word.startswith("trainer.devices=") for word in arguments)
+    placement, batch = start.place_run(config, is_resumed=not sets_devices)
+    if not sets_devices and placement.devices != before["trainer"].get("devices"):
+        changes.append(
+            f"trainer.devices: {before['trainer'].get('devices')} -> {placement.devices}"
+        )
     steps = schedule.plan_schedule(config, batch).total_steps
     is_forced = _sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):

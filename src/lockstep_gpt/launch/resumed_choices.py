@@ -30,6 +30,14 @@ def _group_of(word: str) -> str:
     return word.partition("=")[0].partition("@")[0].lstrip("+~")
 
 
+def may_differ(group: str, typed: dict[str, str]) -> bool:
+    """Return whether a group's settings may differ from the run's.
+
+    A typed strategy changes the run's. Loggers that aren't typed stay the run's.
+    """
+    return (group == "strategy" and group in typed) or (group == "logger" and group not in typed)
+
+
 def decided_by(typed: dict[str, str]) -> Callable[[str], bool]:
     """Return whether the typed choices decide a setting; an experiment decides all of them."""
     names: set[str] = set()
