@@ -6,6 +6,7 @@ own: a thread can send and receive them while training uses the other groups.
 
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class MachineRing:
     def __init__(self, ranks: Ranks, seconds: float) -> None:
         self.next = (ranks.rank + ranks.local_world_size) % ranks.world_size
         self.previous = (ranks.rank - ranks.local_world_size) % ranks.world_size
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
     def exchange(self, label: bytes, content: Tensor, make_room: Callable[[bytes], Tensor]) -> None:
         """Send bytes to the next machine, and receive the previous machine's at the same time.

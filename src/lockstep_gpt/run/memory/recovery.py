@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def newest_in_memory(
     readers = [rank for rank, (_, _, is_reader) in enumerate(offers) if is_reader]
     lacking = [rank for rank in readers if rank not in found or not _is_same(found[rank], newest)]
     if lacking:
-        group = dist.new_group([source, *lacking], backend="gloo")
+        group: Any = dist.new_group([source, *lacking], backend="gloo")
         if ranks.rank == source:
             _send(newest, group)
         if ranks.rank in lacking:
