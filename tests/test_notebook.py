@@ -175,6 +175,19 @@ def test_what_cannot_work_in_one_process_is_refused_in_one_line(words, override,
     assert "\n" not in str(refusal.value)
 
 
+def test_an_argument_of_the_wrong_kind_is_answered_with_the_right_call():
+    with pytest.raises(UserError) as refusal:
+        compose(["experiment=smoke"])
+    assert str(refusal.value) == (
+        "compose(['experiment=smoke']): give each override as a text, as in "
+        'compose("experiment=smoke", "optim.lr=1e-3")'
+    )
+    with pytest.raises(UserError) as refusal:
+        build("experiment=smoke")
+    line = """build('experiment=smoke'): write build(compose("experiment=smoke"))"""
+    assert str(refusal.value) == line
+
+
 @pytest.mark.slow
 def test_a_jupyter_kernel_trains_here_and_on_two_ranks_with_equal_losses(
     command, words, expected, monkeypatch

@@ -128,6 +128,7 @@ def test_run_of_another_model_is_rejected_unless_forced(finished, command):
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
     line = command.train(*words, status=2).stderr
     assert "but got model.n_layer=3 instead of 2; use the same, or set resume_force" in line
+    assert line.endswith(f"run_dir={other.folder}/runs/first resume=auto\n")
     assert not (command.folder / "run").exists()
     out = command.train(*words, "resume_force=true", "max_steps=6").stdout
     assert "resume_force: loaded 28 weights" in out
@@ -149,6 +150,7 @@ def test_run_of_another_model_is_rejected_unless_forced(finished, command):
         ("optim.algorithm=muon", "but got optim.algorithm=muon instead of adamw"),
         ("model=gpt2", "keeps its choices, but got model.block_size=1024 instead of 32, model.n_"),
         ("optim=muon", "keeps its choices, but got optim.algorithm=muon instead of adamw, optim."),
+        ("optim=muon", "use the same, leave optim=muon out, as the run has its own, or start a "),
         ("experiment=smoke optim=muon", "but got optim.algorithm=muon instead of adamw, optim."),
         ("logger=none max_steps=30", "run_dir=run keeps its choices, but got"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
@@ -165,6 +167,16 @@ def test_an_invalid_change_is_rejected_and_leaves_the_run_unchanged(
     assert line in result.stderr
     assert result.stderr.count("\n") == 1
     assert (tmp_path / "run/config.yaml").read_bytes() == before
+
+
+def test_a_resume_without_a_choice_of_loggers_keeps_those_of_the_run(finished, command):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    frozen = command.folder / "run/config.yaml"
+    frozen.write_text(frozen.read_text().replace("mode: auto", "mode: offline"))
+    same = ("experiment=smoke", "callbacks.sample.length=9")  # mode=auto by default
+    command("train", "run_dir=run", "resume=auto", "max_steps=22", *same)
+    assert RunDirectory(frozen.parent).load().logger["wandb"]["mode"] == "offline"
+    assert command.summary("run")["step"] == 22
 
 
 @pytest.fixture

@@ -77,15 +77,16 @@ def compose(*overrides: str) -> DictConfig:
     Raises:
         UserError: an override or a YAML file is wrong.
     """
+    words = ", ".join(map(repr, overrides))
+    if not all(isinstance(word, str) for word in overrides):
+        example = 'compose("experiment=smoke", "optim.lr=1e-3")'
+        raise UserError(f"compose({words}): give each override as a text, as in {example}")
     composed: list[DictConfig] = []
     with log_to_stdout():
         composing.run([*overrides], composed.append)
         if len(composed) != 1:
-            words = " ".join(overrides)
-            count = len(composed)
-            raise UserError(
-                f"compose({words}) makes {count} configurations; leave out flags such as --multirun"
-            )
+            rule = f"makes {len(composed)} configurations; leave out flags such as --multirun"
+            raise UserError(f"compose({words}) {rule}")
         config = composed[0]
         values, checked = _checked(config, *overrides)
         batch = _batch(checked, _one_rank(checked))
@@ -107,6 +108,8 @@ def build(config: DictConfig) -> Parts:
     Raises:
         UserError: a setting is invalid, can't work in this process, or needs several ranks.
     """
+    if not hasattr(config, "items"):
+        raise UserError(f'build({config!r}): write build(compose("experiment=smoke"))')
     values, checked = _checked(config)
     rule = "is for the command; call trainer.test(module, data), which returns the loss"
     check("test", True, not checked.test, rule)
@@ -135,8 +138,7 @@ def _checked(config: DictConfig, *overrides: str) -> tuple[dict[str, Any], Confi
 
 def _one_rank(config: Config) -> Placement:
     """Return the place of the only rank; one of several devices, if the number is open."""
-    wanted = config.trainer.get("devices", "auto")
-    if wanted == "auto":
+    if config.trainer.get("devices", "auto") == "auto":
         config = replace(config, trainer={**config.trainer, "devices": 1})
     placement = devices.place(config)
     if placement.world_size > 1:
@@ -148,8 +150,7 @@ def _one_rank(config: Config) -> Placement:
 
 
 def _batch(config: Config, placement: Placement) -> BatchPlan:
-    context = config.model.block_size
-    return plan_batch(config.batch, context, placement.devices, placement.nodes)
+    return plan_batch(config.batch, config.model.block_size, placement.devices, placement.nodes)
 
 
 def _refuse_long_warmup(config: Config, batch: BatchPlan) -> None:

@@ -47,7 +47,10 @@ def tool(name: str) -> str:
 
 def refuse_as_program(file: str) -> NoReturn:
     """Exit with status 2: somebody ran a `file` of the package by its path."""
-    print(f"{file} is not a program; run: {invocation()} train", file=sys.stderr)
+    command = invocation()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        command = f"torchrun ... -m {__package__}"
+    print_error(f"{file} is not a program; run: {command} train")
     sys.exit(Exit.MISTAKE)
 
 

@@ -202,6 +202,9 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
         ("{}/no.json", "does not exist; give"),
         ("no.tiktoken", "does not exist; give"),
         ("a name", "does not exist; give"),
+        ("BPE", "does not exist; did you mean bpe?"),
+        ("gpt-2", "does not exist; did you mean gpt2?"),
+        ("byte", "does not exist; did you mean bytes?"),
         ("someone/some-model", "run: hf download someone/some-model tokenizer.json --local-dir"),
         (
             "collections.OrderedDict",
@@ -452,7 +455,9 @@ def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):
     with pytest.raises(UserError, match=r"data\.vocab_size=30 must be at least 257 for bpe"):
         Text(tokenizer="bpe", vocab_size=30)
     for name in ("bytes", "gpt2"):
-        with pytest.raises(UserError, match=rf"has no effect with data\.tokenizer={name}; set"):
+        with pytest.raises(
+            UserError, match=rf"has no effect with data\.tokenizer={name}; set .+=bpe"
+        ):
             Text(tokenizer=name, vocab_size=300)
 
 

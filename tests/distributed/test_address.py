@@ -8,6 +8,7 @@ from torch.distributed import HashStore
 
 from lockstep_gpt.distributed import address, ranks
 from lockstep_gpt.distributed.ranks import Ranks, choose_interfaces
+from lockstep_gpt.errors import UserError
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -62,6 +63,13 @@ def test_a_name_that_cannot_be_resolved_means_this_machine_or_nothing(chosen):
 @pytest.mark.skipif(sys.platform != "linux", reason="its names are Linux's")
 def test_nodes_that_are_all_on_one_machine_use_its_loopback(chosen):
     assert chosen("127.0.0.1", nodes=2) == ["lo", None]
+
+
+@pytest.mark.parametrize("endpoint", ["n1", "n1:", "n1:port", "n1:0", "n1:99999"])
+def test_an_endpoint_without_a_host_or_a_port_is_answered_with_its_form(endpoint):
+    line = f"launch.rdzv_endpoint={endpoint} must be HOST:PORT of machine 0, such as n1:29500"
+    with pytest.raises(UserError, match=line):
+        address.own_address(endpoint)
 
 
 def test_what_the_user_has_set_stays(monkeypatch):

@@ -1,12 +1,14 @@
 import dataclasses
 import itertools
 import math
+import shlex
+import subprocess
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lockstep_gpt import extras
+from lockstep_gpt import PROGRAM, extras
 from lockstep_gpt.catalog import how_to_add
 from lockstep_gpt.config import from_container, groups
 from lockstep_gpt.config_files import yaml_files
@@ -14,6 +16,7 @@ from lockstep_gpt.data import data_settings
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.launch.checks import SHARDABLE
+from lockstep_gpt.launch.choices import known_groups
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
@@ -140,6 +143,20 @@ def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
         ("optim.lrr=3", "unknown setting optim.lrr; did you mean optim.lr?"),
         ("strategy.bucket_cap=3", "unknown setting strategy.bucket_cap; "
          "did you mean strategy.bucket_cap_mb?"),
+        ("optimm.lr=3", "unknown setting optimm.lr; did you mean optim.lr?"),
+        ("Model.n_layers=3", "unknown setting Model.n_layers; did you mean model.n_layer?"),
+        ("trainr.devices=2", "unknown setting trainr.devices; did you mean trainer.devices?"),
+        ("logers.wandb.mode=off", "unknown setting logers.wandb.mode; "
+         "did you mean logger.wandb.mode?"),
+        ("logger.wandb.mod=off", "unknown setting logger.wandb.mod; "
+         "did you mean logger.wandb.mode?"),
+        ("optimizer.lr=3", "unknown setting optimizer.lr; did you mean optim.lr?"),
+        ("optimm.zz=3", "unknown setting optimm.zz; did you mean the group optim?"),
+        ("validation.every=3", "unknown setting validation.every; did you mean val_every?"),
+        ("qq.zz=3", f"unknown setting qq.zz; the groups are {', '.join(known_groups())}; "
+         f"to see all settings, run: {PROGRAM} train --cfg job"),
+        ("batch=12", "batch=12: batch is a group of settings; write batch.NAME=12, where NAME is "
+         f"one of {', '.join(OF_BATCH)}"),
         ("models=nano", "unknown setting models; did you mean model?"),
         ("batch.x.y=3", f"unknown setting batch.x; there are {', '.join(OF_BATCH)}"),
         ("trainer.profiler=simple", "unknown setting trainer.profiler; "
@@ -185,7 +202,6 @@ def test_a_wrong_override_is_rejected_in_one_line(argument, line):
         ),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
         ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),
-        ("batch=3", "batch=3: Invalid type"),
         ("~model", "model"),
         ("seed=1,2", "add --multirun"),
     ],
@@ -203,9 +219,34 @@ def test_a_wrong_use_of_the_grammar_is_rejected_with_what_was_typed(argument, pa
             "optim.lr=fast must be a number",
         ),
         ("model:\n  heads: 2", "unknown setting model.heads; did you mean model.n_head?"),
+        (
+            "logger: none",
+            "logger is a group, and none its choice; write `- override /logger: none` under "
+            "`defaults:`",
+        ),
+        (
+            "model: gpt2",
+            "model is a group, and gpt2 its choice; write `- override /model: gpt2` under "
+            "`defaults:`",
+        ),
+        (
+            "logger: [wandb, tensorboard]",
+            "logger is a group, and [wandb, tensorboard] its choice; write `- override /logger: "
+            "[wandb, tensorboard]` under `defaults:`",
+        ),
+        (
+            "callbacks:\n  - _target_: lightning.pytorch.callbacks.EarlyStopping",
+            "callbacks must have names, not dashes or values; write `NAME:` below it, and below "
+            "that `_target_: lightning.pytorch.callbacks.CLASS`",
+        ),
+        (
+            "batch: 12",
+            "batch is a group of settings; write each below it as `NAME: VALUE`, indented, where "
+            f"NAME is one of {', '.join(OF_BATCH)}",
+        ),
     ],
 )
-def test_mistakes_in_files_and_on_the_command_line_give_the_same_error(tmp_path, written, line):
+def test_a_mistake_in_a_file_is_named_with_the_file_and_its_remedy(tmp_path, written, line):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{written}\n")
     refused = refusal("experiment=mine", "--config-dir", str(tmp_path))
@@ -220,6 +261,16 @@ def test_mistakes_in_files_and_on_the_command_line_give_the_same_error(tmp_path,
             "# @package _global_\ndefaults:\n  - data: text",
             "configs/experiment/mine.yaml: write `- override /data: text` in its defaults",
         ),
+        (
+            "# @package _global_\ndefaults:\n  - /data: text",
+            "data already has a choice; write `- override /data: text` in the defaults of the "
+            "YAML file",
+        ),
+        (
+            "# @package _global_\ndefaults:\n  - override data: text",
+            "configs/experiment/mine.yaml: write data with a slash before it in its defaults, as "
+            "in `- override /data: CHOICE`",
+        ),
     ],
 )
 def test_a_recipe_that_hydra_puts_elsewhere_is_answered_with_how_to_write_it(
@@ -228,6 +279,21 @@ def test_a_recipe_that_hydra_puts_elsewhere_is_answered_with_how_to_write_it(
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"{written}\n")
     assert refusal("experiment=mine", "--config-dir", str(tmp_path)).endswith(line)
+
+
+@pytest.mark.parametrize("place", ["experiment/mine.yml", "mine.yaml", "mine.yml"])
+def test_a_recipe_that_hydra_does_not_find_is_answered_with_where_to_move_it(
+    tmp_path, monkeypatch, place
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "confs" / "experiment").mkdir(parents=True)
+    (tmp_path / "confs" / place).write_text("# @package _global_\nseed: 7\n")
+    refused = refusal("experiment=mine", "--config-dir", "confs")
+    command = refused.partition(f"; to choose confs/{place}, run: ")[2]
+    assert command == f"mv confs/{place} confs/experiment/mine.yaml"
+    subprocess.run(shlex.split(command), check=True)
+    words = ("max_steps=3", "batch.global_size=2", "--config-dir", "confs")
+    assert composed("experiment=mine", *words)[1].seed == 7
 
 
 def test_broken_yaml_is_rejected_by_its_file(tmp_path):

@@ -89,11 +89,21 @@ def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
+@pytest.mark.usefixtures("quick_ranks")
+def test_ranks_of_a_launcher_continue_a_run_of_another_number(finished, command, joined):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    statuses, out, err = joined(*[["train", "run_dir=run", "resume=auto", "max_steps=22"]] * 2)
+    assert statuses == [0, 0], err
+    assert "trainer.devices: 1 -> 2\n" in out
+    assert command.summary("run")["world_size"] == 2
+
+
 def test_devices_that_disagree_with_a_launcher_are_rejected(command):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     result = command.train("trainer=cpu", "trainer.devices=4", status=2, **environment, **place)
     assert "trainer.devices=4 but the launcher started 2" in result.stderr
+    assert "; set trainer.devices=auto, or start 4; " in result.stderr
 
 
 def test_variables_of_a_launcher_that_is_not_there_are_named(command):

@@ -60,9 +60,13 @@ def config(node_rank=1, join_seconds=0.3, **settings):
     [
         (
             {"run_dir": None},
-            "run_dir=null with trainer.num_nodes=2; set it to the same value on all",
+            "run_dir=null with trainer.num_nodes=2; set it to the same folder on all",
         ),
-        ({"rdzv_endpoint": None}, "launch.rdzv_endpoint=null with trainer.num_nodes=2; set it"),
+        (
+            {"rdzv_endpoint": None},
+            "launch.rdzv_endpoint=null with trainer.num_nodes=2; set it to the same HOST:PORT of "
+            "machine 0 on all",
+        ),
         ({"node_rank": 2}, "launch.node_rank=2 must be from 0 to 1"),
     ],
 )

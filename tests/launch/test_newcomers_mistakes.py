@@ -27,6 +27,14 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "--config-name=smoke: this names a file that replaces configs/train.yaml; for a "
             "recipe, set experiment=smoke",
         ),
+        ("--config-path=confs", "--config-path must be the absolute path of a folder that "),
+        ("-cp /no/such/folder", "--config-path must be the absolute path of a folder that "),
+        (
+            "-n_layer 3",
+            "-n_layer is not a flag; settings are NAME=VALUE, without dashes; did you mean "
+            "model.n_layer?\n",
+        ),
+        ("-run_dir x", "-run_dir is not a flag; settings are NAME=VALUE, without dashes; did you "),
         ("resume=", "resume= is not none, auto, or a path; to continue a run, set run_dir=RUN "),
         (
             "data.path=~/books",
@@ -100,10 +108,19 @@ def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, mess
     assert err.count("\n") == 1
 
 
-def test_the_run_as_an_option_is_answered_with_how_to_name_it(capsys):
-    assert cli.main(["evaluate", "--run_dir", "runs/one"]) == 2
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--run_dir", "runs/one"],
+        ["evaluate", "--run_dir=runs/one"],
+        ["generate", "--out_dir=runs/one"],
+    ],
+)
+def test_the_run_as_an_option_is_answered_with_how_to_name_it(words, capsys):
+    assert cli.main(words) == 2
     err = capsys.readouterr().err
-    assert err.endswith("; here, --run_dir: write the run directory without a name\n"), err
+    name = words[1].partition("=")[0]
+    assert err.endswith(f"; here, {name}: write the run directory without a name\n"), err
 
 
 def test_a_callback_may_monitor_a_metric_of_the_user_s_named_like_ours(caplog):
@@ -134,6 +151,24 @@ def test_a_file_of_the_package_is_not_a_program_that_silently_does_nothing(file)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{PACKAGE / file} is not a program; run: ")
     assert done.stderr.endswith(" train\n")
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_file_of_the_package_is_answered_with_torchrun_s_command(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"),
+            *(PACKAGE / "cli.py", "train"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    command = "torchrun ... -m lockstep_gpt train"
+    line = f"{PACKAGE / 'cli.py'} is not a program; run: {command}\n"
+    assert done.stderr.startswith(line), done.stderr
+    assert line in done.stderr.partition("Root Cause")[2]
 
 
 def test_a_class_that_cannot_be_imported_is_named_once(capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ def hub_files(name: str) -> list[Path]:
     _refuse_path(name)
     if name in ("char", "chars", "character", "characters"):
         raise UserError(f"data.tokenizer={name} is not here; set data.tokenizer=bytes, the nearest")
+    near = get_close_matches(name.lower(), ("bytes", "bpe", "gpt2"), n=1, cutoff=0.85)
+    if near and name not in GPT2:
+        raise UserError(f"data.tokenizer={name} does not exist; did you mean {near[0]}?")
     repository = name
     repositories: tuple[str, ...] = (name,)
     if name in GPT2:

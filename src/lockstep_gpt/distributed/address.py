@@ -8,6 +8,7 @@ import struct
 import sys
 
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import check
 
 SIOCGIFADDR = 0x8915  # ioctl(2) request for the address of an interface
 
@@ -23,9 +24,12 @@ def own_address(endpoint: str) -> tuple[str, str]:
             machine on every machine.
     """
     host, _, port = endpoint.rpartition(":")
+    has_both = host and port.isdecimal() and 0 < int(port) < 65_536
+    rule = f"must be HOST:PORT of machine 0, such as {host or endpoint}:29500"
+    check("launch.rdzv_endpoint", endpoint, bool(has_both), rule)
     try:
         address = address_towards(host, int(port))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(
             f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give a HOST:PORT of "
             "machine 0 that this machine can resolve"

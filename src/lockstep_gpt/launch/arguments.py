@@ -20,6 +20,7 @@ FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
     *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
 }
+SHORT_FLAGS = {"h", "c", "p", "r", "m", "i", "sc", "cp", "cn", "cd"}  # of Hydra, too
 OTHER_FLAGS = {  # of our other commands, and of other projects
     "config": "choose configs/experiment/NAME.yaml with experiment=NAME",
     "split": "to test at the end, set test=true; afterward, use evaluate RUN --split test",
@@ -39,7 +40,7 @@ LAUNCHERS = {
 def translate_arguments(words: list[str]) -> list[str]:
     """Return a command's arguments as Hydra accepts them, or raise a `UserError`."""
     for word in words:
-        if word.startswith("--"):
+        if word.startswith("-"):
             _check_flag(word)
         else:
             _check_override(word, words)
@@ -53,8 +54,8 @@ def translate_arguments(words: list[str]) -> list[str]:
 
 def _check_flag(word: str) -> None:
     """Raise a `UserError` for a flag that Hydra doesn't have."""
-    flag = word[2:].partition("=")[0]
-    if flag not in FLAGS:
+    flag = word.lstrip("-").partition("=")[0]
+    if flag not in (FLAGS if word.startswith("--") else SHORT_FLAGS):
         if flag in OTHER_FLAGS:
             raise UserError(f"{word} is not a flag of train; {OTHER_FLAGS[flag]}")
         near = choices.suggested_setting(flag)
@@ -77,6 +78,12 @@ def _check_override(word: str, words: list[str]) -> None:
         raise UserError(f"{word} has no effect here; all files of a run are in its run_dir")
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
+    if not is_group and equals and name in choices.known_groups() and value[:1] not in "{$":
+        names = ", ".join(choices.settings_below(name)[""])
+        raise UserError(
+            f"{word}: {name} is a group of settings; write {name}.NAME={value}, where NAME is one "
+            f"of {names}"
+        )
 
 
 def _check_launcher(word: str, package: str) -> None:

@@ -38,12 +38,19 @@ def group_names() -> set[str]:
     return {path.name for folder in config_folders() for path in folder.iterdir() if path.is_dir()}
 
 
+def known_groups() -> list[str]:
+    """Return the names of the groups that have settings."""
+    return [*groups(), *OPEN_GROUPS]
+
+
 def settings_below(parent: str) -> dict[str, list[str]]:
     """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
-    group = parent.partition(".")[0]
+    group, _, inside = parent.partition(".")
     if group in OPEN_GROUPS:
-        files = yaml_files(group).items()
-        return {choice: [str(key) for key in OmegaConf.load(file)] for choice, file in files}
+        nodes = {choice: OmegaConf.load(file) for choice, file in yaml_files(group).items()}
+        if inside:
+            nodes = {choice: OmegaConf.select(node, inside) for choice, node in nodes.items()}
+        return {choice: _settings_of(node) for choice, node in nodes.items()}
     classes: dict[str, Any] = {"": Config}
     if group == "data":
         classes = {**data_choices()}
@@ -51,7 +58,10 @@ def settings_below(parent: str) -> dict[str, list[str]]:
         classes = {"": groups()[parent]}
     elif parent:  # there is no such group
         classes = {}
-    return {choice: [item.name for item in fields(kind)] for choice, kind in classes.items()}
+    below = {choice: [item.name for item in fields(kind)] for choice, kind in classes.items()}
+    if not parent:
+        below[""].remove("of_extras")  # no setting: their groups have names of their own
+    return below
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -75,6 +85,8 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
 def suggested_setting(path: str) -> str:
     """Suggest the setting nearest to `path`, or one with its name in a group."""
     parent, dot, name = path.rpartition(".")
+    if parent and parent.partition(".")[0] not in {*known_groups(), *group_names()}:
+        return _suggestion_for_wrong_group(path)
     known = [setting for settings in settings_below(parent).values() for setting in settings]
     if not parent:
         known += group_names()
@@ -82,6 +94,22 @@ def suggested_setting(path: str) -> str:
     if near or parent in (*OPEN_GROUPS, ""):
         return near or _nested_suggestion(parent, name)
     return ""
+
+
+def _suggestion_for_wrong_group(path: str) -> str:
+    """Suggest a setting for one of a group that doesn't exist."""
+    group, _, rest = path.partition(".")
+    near = difflib.get_close_matches(group.lower(), known_groups(), n=1)
+    ours = our_name(group)
+    if ours in known_groups():
+        near = [ours]
+    else:
+        hint = suggestion(rest, (), f"{group}.")  # for names of other projects
+        if hint or not near:
+            return hint or suggestion(path.replace(".", "_"), settings_below("")[""])
+    if "." in rest:
+        return f"; did you mean {near[0]}.{rest}?"
+    return suggested_setting(f"{near[0]}.{rest}") or f"; did you mean the group {near[0]}?"
 
 
 def _settings_of(node: Any) -> list[str]:

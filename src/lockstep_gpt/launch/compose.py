@@ -21,12 +21,12 @@ from yaml import YAMLError
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config, from_container, groups, with_groups
-from lockstep_gpt.config_files import config_folder
+from lockstep_gpt.config_files import config_folder, yaml_files
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
 from lockstep_gpt.launch.arguments import translate_arguments
-from lockstep_gpt.launch.hydra_errors import as_user_error, one_line
+from lockstep_gpt.launch.hydra_errors import as_user_error, mistake_in_file, one_line
 from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.registry import ARGUMENTS, additions
 
@@ -49,7 +49,8 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     Raises:
         UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
     """
-    register_schema(*_config_dirs(arguments))
+    folders = _config_dirs(arguments)
+    register_schema(*folders)
     for rewrite in (translate_arguments, *additions(ARGUMENTS)):
         arguments[:] = rewrite(arguments)  # in place: a sweep's jobs show only other words
     has_started = False
@@ -69,7 +70,9 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
             line = one_line(error, arguments)
             mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
             if mistake:
-                line = f"{mistake[1]}.yaml: {line}"
+                group, _, name = mistake[1].partition("/")
+                file = yaml_files(group, *folders).get(name)
+                line = f"{mistake[1]}.yaml: {mistake_in_file(file) or line}"
             if "that cannot start any token" in line:  # YAML's words
                 line += "; indent with spaces, not tabs, and quote texts that begin with @, `, or %"
             raise UserError(line) from None

@@ -16,15 +16,21 @@ DEVICE_FILES = Path("/dev")
 CPU_FLAGS = Path("/proc/cpuinfo")  # only on Linux
 
 
-def place(config: Config) -> Placement:
-    """Resolve `auto` to devices present; raise a `UserError` for missing or impossible ones."""
+def place(config: Config, *, is_resumed: bool = False) -> Placement:
+    """Resolve `auto` to devices present; raise a `UserError` for missing or impossible ones.
+
+    Args:
+        config: a run's settings.
+        is_resumed: the number of devices is from the run's last start, so a launcher's counts.
+    """
     slurm.become_rank(config)
     accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices = config.trainer.get("devices", "auto")
     nodes = config.trainer.get("num_nodes", 1)
     if launcher.is_inside_launcher():
-        devices, nodes = launcher.launched_sizes(devices, nodes)
+        wanted = "auto" if is_resumed else devices
+        devices, nodes = launcher.launched_sizes(wanted, nodes)
     elif devices == "auto":
         devices = gpus or 1
     if gpus is not None and devices > gpus:

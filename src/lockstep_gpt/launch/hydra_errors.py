@@ -1,13 +1,18 @@
 """Mistakes in a configuration, in one line: the texts of Hydra and OmegaConf, and what to do."""
 
 import contextlib
+import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.catalog import extra_of_choice, extra_of_group, how_to_add
 from lockstep_gpt.config import OPEN_GROUPS
 from lockstep_gpt.config_files import yaml_files
@@ -20,6 +25,10 @@ KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or fals
 CLASSES = {"callbacks": "lightning.pytorch.callbacks", "logger": "lightning.pytorch.loggers"}
 UNKNOWN = "..."  # instead of a value that the error doesn't contain
 PRIMARY_RULE = "this names a file that replaces configs/train.yaml; for a recipe, set experiment="
+CONFIG_PATH_RULE = (
+    "--config-path must be the absolute path of a folder that replaces configs/; to add a folder "
+    "of YAML files to it, write --config-dir FOLDER"
+)
 NOISE = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
 
 
@@ -55,9 +64,9 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     value = typed.get(path, UNKNOWN) if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
 
-    missing_file = _missing_file(text)
-    if missing_file:
-        return missing_file
+    mistake = _mistake_in_defaults(text) or _missing_file(text)
+    if mistake:
+        return mistake
 
     if path and re.search("not in|Could not override|Could not append", text):
         name = path
@@ -104,14 +113,71 @@ def _written(value: str) -> str:
     return f"; write {int(number)}" if number.is_integer() else ""
 
 
-def _missing_file(text: str) -> str | None:
-    """Return the line of an error about a YAML file that isn't there; None for another error."""
+def _mistake_in_defaults(text: str) -> str | None:
+    """Return how to write a choice in a YAML file's defaults; None for another error."""
     nested = re.search(
         r"In '(experiment/.+?)'.*Could not (?:find|load) 'experiment/(.+)/(.+?)'", text
     )
     if nested:
         file, group, choice = nested.groups()
         return f"configs/{file}.yaml: write `- override /{group}: {choice}` in its defaults"
+    twice = re.search(r"Multiple values for .+ use 'override (\w+): (.+)'", text)
+    if twice:
+        group, choice = twice.groups()
+        return (
+            f"{group} already has a choice; write `- override /{group}: {choice}` in the defaults "
+            "of the YAML file"
+        )
+    without_slash = re.search(r"In '(experiment/.+?)'.*Could not override 'experiment/(.+?)@", text)
+    if without_slash:
+        file, group = without_slash.groups()
+        return (
+            f"configs/{file}.yaml: write {group} with a slash before it in its defaults, as in "
+            f"`- override /{group}: CHOICE`"
+        )
+    return None
+
+
+def mistake_in_file(file: Path | None) -> str | None:
+    """Return how to write the first group of a YAML file whose value is not its settings."""
+    if file is None:  # the error is of a class, not of a file
+        return None
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        return "is no list of settings; write each as `NAME: VALUE`, without a dash"
+    for group, value in values.items():
+        if group in choices.known_groups() and not isinstance(value, dict):
+            return _value_instead_of_settings(group, value)
+    return None
+
+
+def _value_instead_of_settings(group: str, value: Any) -> str:
+    """Return that a file sets a group to a value, and how to choose or to set its settings."""
+    names = value if isinstance(value, list) else [value]
+    words = [name for name in names if isinstance(name, str)]
+    if group in CLASSES and not set(words) & set(yaml_files(group)):
+        return (
+            f"{group} must have names, not dashes or values; write `NAME:` below it, and below "
+            f"that `_target_: {CLASSES[group]}.CLASS`"
+        )
+    if group in choices.group_names() and words == names:
+        choice = f"[{', '.join(words)}]" if isinstance(value, list) else value
+        return (
+            f"{group} is a group, and {choice} its choice; write `- override /{group}: {choice}` "
+            "under `defaults:`"
+        )
+    below = choices.settings_below(group).values()
+    known = dict.fromkeys(name for names in below for name in names if name != "defaults")
+    return (
+        f"{group} is a group of settings; write each below it as `NAME: VALUE`, indented, where "
+        f"NAME is one of {', '.join(known)}"
+    )
+
+
+def _missing_file(text: str) -> str | None:
+    """Return the line of an error about a YAML file that isn't there; None for another error."""
+    if re.search("Primary config (module|directory)", text):
+        return CONFIG_PATH_RULE
     primary = re.search(r"Cannot find primary config '(.+?)'", text)
     if primary:
         return f"--config-name={primary[1]}: {PRIMARY_RULE}{primary[1]}"
@@ -140,10 +206,26 @@ def _unknown_choice(group: str, choice: str, text: str) -> str:
         return f"{group}={choice} is gone; {instead}"
     available = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
     names = available[1].split() if available else sorted(yaml_files(group))
-    near = choices.suggestion(choice, names)
+    near = _misplaced_file(group, choice, text) or choices.suggestion(choice, names)
     if not near and group in CLASSES:
         near = f"; for a class of Lightning's, write +{group}.NAME._target_={CLASSES[group]}.CLASS"
     return f"{group}={choice} is not one of {', '.join(names)}{near}"
+
+
+def _misplaced_file(group: str, choice: str, text: str) -> str:
+    """Return how to move a choice's file that Hydra doesn't find; empty if there is none.
+
+    The `text` of Hydra's error has the folders of configurations.
+    """
+    folders = [Path(path) for path in re.findall(r"path=file://(.+?)(?= provider=|$)", text)]
+    for folder in folders:
+        place = folder / group / f"{choice}.yaml"
+        names = (place.with_suffix(".yml"), folder / place.name, folder / f"{choice}.yml")
+        file = next((name for name in names if name.is_file()), None)
+        if file is not None:
+            words = [os.path.relpath(path) for path in (file, place)]
+            return f"; to choose {words[0]}, run: mv {shlex.join(words)}"
+    return ""
 
 
 def _unknown_setting(path: str, value: str) -> str:
@@ -175,4 +257,8 @@ def _unknown_setting(path: str, value: str) -> str:
     if parent.split(".")[0] in OPEN_GROUPS:
         return f"unknown setting {path}; to add one that the YAML lacks, write +{path}={value}"
     known = dict.fromkeys(setting for names in settings.values() for setting in names)
+    if not known:
+        groups = ", ".join(choices.known_groups())
+        show = f"{PROGRAM} train --cfg job"
+        return f"unknown setting {path}; the groups are {groups}; to see all settings, run: {show}"
     return f"unknown setting {path}; there are {', '.join(known)}"

@@ -97,10 +97,10 @@ def launched_sizes(devices: int | str, nodes: int) -> tuple[int, int]:
     launched = world_size // local_world_size
     rule = (
         f"but the launcher started {counted(local_world_size, 'rank')} on this machine; "
-        f"remove the setting, or start {devices}; {UNSET}"
+        f"set trainer.devices=auto, or start {devices}; {UNSET}"
     )
     check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
-    rule = f"but the launcher started {launched}; remove the setting"
+    rule = f"but the launcher started {launched}; set trainer.num_nodes=1"
     check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
     return local_world_size, launched
 

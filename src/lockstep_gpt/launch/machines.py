@@ -15,6 +15,7 @@ from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory, differences
+from lockstep_gpt.settings import check
 from lockstep_gpt.training.schedule import plan_batch
 
 HEARTBEATS = 3  # missed in a row until a machine counts as lost
@@ -32,12 +33,12 @@ def check_settings(config: Config, values: dict[str, Any]) -> None:
     """
     launch = config.launch
     nodes = config.trainer["num_nodes"]
-    required = {"run_dir": config.run_dir, "launch.rdzv_endpoint": launch.rdzv_endpoint}
-    for name, value in required.items():
-        if value is None:
-            raise UserError(
-                f"{name}=null with trainer.num_nodes={nodes}; set it to the same value on all"
-            )
+    for name, value, kind in (
+        ("run_dir", config.run_dir, "folder"),
+        ("launch.rdzv_endpoint", launch.rdzv_endpoint, "HOST:PORT of machine 0"),
+    ):
+        rule = f"with trainer.num_nodes={nodes}; set it to the same {kind} on all"
+        check(name, value, value is not None, rule)
     if launch.node_rank >= nodes:
         raise UserError(f"launch.node_rank={launch.node_rank} must be from 0 to {nodes - 1}")
     assert launch.rdzv_endpoint is not None

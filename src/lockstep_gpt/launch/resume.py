@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.config import (
@@ -33,11 +31,14 @@ from lockstep_gpt.launch import (
     usable_files,
 )
 from lockstep_gpt.launch.hydra_errors import as_user_error
-from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.launch.resumed_choices import (
     changes_of_group,
     decided_by,
+    may_differ,
     names_group,
+    parsed,
+    sets_switch,
+    setting_of,
     typed_choices,
 )
 from lockstep_gpt.run import directory as runs
@@ -119,7 +120,7 @@ def _refuse_other_choices(
         *ADDRESS,
         *OF_MACHINE,
         *settings_on_resume("machine", composed["data"].get("_target_")),
-        *(_setting_of(override) for override in _parse(overrides)),
+        *(setting_of(override) for override in parsed(overrides)),
     }
     changes = read_informative_text(run.overrides)  # of earlier resumes, which stay
     free |= set(CHANGE.findall(changes))
@@ -132,7 +133,7 @@ def _refuse_other_choices(
     for line in runs.differences(frozen, composed):
         name = line.partition("=")[0]
         group = name.partition(".")[0]
-        may_change = name in free or (group == "strategy" and group in typed)
+        may_change = name in free or may_differ(group, typed)
         shortened = short_runs.is_shortened(name, theirs.get(name), ours.get(name))
         if is_decided(name) and not may_change and not shortened:
             differing[name] = line
@@ -140,10 +141,11 @@ def _refuse_other_choices(
         run.load()  # raises if this version can't read it
         # Those of a typed choice first: an experiment sets many others.
         names = sorted(differing, key=lambda name: (name.partition(".")[0] not in typed, name))
+        choices = " ".join(f"{group}={choice}" for group, choice in typed.items())
         raise UserError(
             f"run_dir={run.path} keeps its choices, but got "
-            f"{runs.some_of([differing[name] for name in names])}; use the "
-            f"same, or start a new run with resume={run.path}"
+            f"{runs.some_of([differing[name] for name in names])}; use the same, leave "
+            f"{choices} out, as the run has its own, or start a new run with resume={run.path}"
         )
 
 
@@ -169,9 +171,13 @@ def resume(
     with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
-    placement, batch = start.place_run(config)
+    sets_devices = any(word.startswith("trainer.devices=") for word in arguments)
+    placement, batch = start.place_run(config, is_resumed=not sets_devices)
+    devices = before["trainer"].get("devices")
+    if not sets_devices and placement.devices != devices:
+        changes.append(f"trainer.devices: {devices} -> {placement.devices}")
     steps = schedule.plan_schedule(config, batch).total_steps
-    is_forced = _sets_switch(arguments, "resume_force") and bool(changes)
+    is_forced = sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
@@ -180,7 +186,7 @@ def resume(
     if not config.resume_force:
         _refuse_fewer_steps(run, config, steps)
     resolved = {**values, "trainer": resolving.resolved_trainer(values, placement)}
-    permit = partial(trust.permit, run, _sets_switch(arguments, "trust_run_dir"), composed)
+    permit = partial(trust.permit, run, sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
     return start.start(ResumedRun(run, config, resolved, before, changes, permit))
@@ -259,8 +265,8 @@ def _updated_values(
         changes += changes_of_group("strategy", frozen["strategy"], strategy)
         frozen["strategy"] = strategy
     base = OmegaConf.create(frozen)
-    for override in _parse(arguments):
-        name = _setting_of(override)
+    for override in parsed(arguments):
+        name = setting_of(override)
         if name in ADDRESS:
             continue
         if names_group(name) or override.is_sweep_override() or override.is_delete():
@@ -276,23 +282,9 @@ def _updated_values(
         if new != old and name != "resume_force":
             changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")
     values = cast(dict[str, Any], OmegaConf.to_container(base))
-    if not _sets_switch(arguments, "resume_force"):
+    if not sets_switch(arguments, "resume_force"):
         runs.refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     changed_data = {change.partition(":")[0] for change in changes if change.startswith("data.")}
     if changed_data & settings_on_resume("kept", values["data"].get("_target_")):
         values["data"]["fingerprint"] = None  # recomputed, as these settings change the data
     return values, changes
-
-
-def _sets_switch(arguments: list[str], switch: str) -> bool:
-    """Return whether this command sets a switch; earlier commands don't count."""
-    return f"{switch}=true" in map(str.lower, arguments)
-
-
-def _parse(arguments: list[str]) -> list[Override]:
-    with as_user_error(arguments):
-        return list(OverridesParser.create().parse_overrides(quote_paths(arguments)))
-
-
-def _setting_of(override: Override) -> str:
-    return str(override.get_key_element()).lstrip("+~")

@@ -1,4 +1,4 @@
-"""What choices of groups on the command line, such as `optim=muon`, mean for a run that continues.
+"""What the words of the command line, such as `optim=muon`, mean for a run that continues.
 
 A choice that isn't typed is the run's. A typed one must be what the run has, except `strategy`:
 each strategy reads the other's checkpoints.
@@ -8,12 +8,32 @@ from collections.abc import Callable
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from lockstep_gpt.config import OPEN_GROUPS
 from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.launch import choices
+from lockstep_gpt.launch.hydra_errors import as_user_error
+from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.settings import as_typed
+
+
+def parsed(words: list[str]) -> list[Override]:
+    """Return a command's overrides, or raise a `UserError`."""
+    with as_user_error(words):
+        return list(OverridesParser.create().parse_overrides(quote_paths(words)))
+
+
+def setting_of(override: Override) -> str:
+    """Return the name of the setting or group."""
+    return str(override.get_key_element()).lstrip("+~")
+
+
+def sets_switch(words: list[str], switch: str) -> bool:
+    """Return whether this command sets a switch; earlier commands don't count."""
+    return f"{switch}=true" in map(str.lower, words)
 
 
 def names_group(word: str) -> bool:
@@ -28,6 +48,14 @@ def typed_choices(words: list[str]) -> dict[str, str]:
 
 def _group_of(word: str) -> str:
     return word.partition("=")[0].partition("@")[0].lstrip("+~")
+
+
+def may_differ(group: str, typed: dict[str, str]) -> bool:
+    """Return whether a group's settings may differ from the run's.
+
+    A typed strategy changes the run's. Loggers that aren't typed stay the run's.
+    """
+    return (group == "strategy" and group in typed) or (group == "logger" and group not in typed)
 
 
 def decided_by(typed: dict[str, str]) -> Callable[[str], bool]:

@@ -228,10 +228,15 @@ def _follow_first_machine(run_start: RunStart) -> None:
     prepare_data(run.load())
 
 
-def place_run(config: Config) -> tuple[Placement, BatchPlan]:
-    """Find the devices, and spread the batch over them; reject what their number rules out."""
+def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, BatchPlan]:
+    """Find the devices, and spread the batch over them; reject what their number rules out.
+
+    Args:
+        config: a run's settings.
+        is_resumed: as in `devices.place`.
+    """
     logging.getLogger().setLevel(LEVELS[config.verbosity])
-    placement = devices.place(config)
+    placement = devices.place(config, is_resumed=is_resumed)
     batch = schedule.plan_batch(
         config.batch,
         config.model.block_size,

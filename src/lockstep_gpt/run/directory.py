@@ -268,8 +268,9 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     differing = differences(decided, {name: current.get(name) for name in decided}, free=())
     if differing:
         remedy = "use the same, or set resume_force=true"
-        if where.startswith("resume="):
-            remedy += f"; to continue the run itself: run_dir={where[7:]} resume=auto"
+        run = Path(where.removeprefix("resume=")).parent.parent  # of a checkpoint
+        if where.startswith("resume=") and (run / "config.yaml").is_file():
+            remedy += f"; to continue the run itself: run_dir={run} resume=auto"
         raise UserError(f"{where} keeps its settings, but got {some_of(differing)}; {remedy}")
 
 

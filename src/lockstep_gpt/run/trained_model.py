@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep_gpt import PROGRAM, catalog
 from lockstep_gpt.config import Config, from_container
@@ -39,10 +38,16 @@ class OneLineParser(argparse.ArgumentParser):
     """
 
     other_names: Mapping[str, str] = {"run_dir": "write the run directory without a name"}
+    words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Remember the words, of which argparse's message names only some."""
+        self.words = args or ()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a `UserError`, with the usage, or with our names."""
-        typed = re.findall(r"(?<!\S)--([\w-]+)", message)
+        typed = [word[2:].partition("=")[0] for word in self.words if word.startswith("--")]
         names = [name for name in typed if name.replace("-", "_") in self.other_names]
         if names:
             ours = [f"--{name}: {self.other_names[name.replace('-', '_')]}" for name in names]

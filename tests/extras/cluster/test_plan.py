@@ -134,6 +134,22 @@ def test_a_mistake_fails_in_one_line(screen, wrong):
     assert err.startswith(f"{PROGRAM} plan: ")
 
 
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--gpu h100", "--gpu is not a flag of plan; did you mean --hardware?"),
+        ("--hardwar=h100", "--hardwar is not a flag of plan; did you mean --hardware?"),
+        (
+            "--n_layer 3",
+            "--n_layer is not a flag; settings are NAME=VALUE, without dashes; did you mean "
+            "model.n_layer?",
+        ),
+    ],
+)
+def test_a_flag_of_another_name_is_answered_with_the_right_one(screen, typed, line):
+    assert screen("plan", *typed.split()) == (2, "", f"{PROGRAM} plan: {line}\n")
+
+
 @pytest.mark.parametrize("name", ["plan", "doctor"])
 def test_help_is_one_screen_and_names_every_flag(name, capsys):
     with pytest.raises(SystemExit) as end:

@@ -200,6 +200,25 @@ def test_an_unsuitable_folder_is_rejected_in_one_line(begun, tmp_path, case):
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("gpt2", "hf download openai-community/gpt2 {} --local-dir gpt2"),
+        ("someone/model", "hf download someone/model {} --local-dir someone/model"),
+    ],
+)
+def test_a_name_of_the_hub_is_answered_with_how_to_download_it(
+    begun, tmp_path, monkeypatch, name, command
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refusal:
+        begun(name)
+    assert str(refusal.value) == (
+        f"model.init_from={name} does not exist; name a folder, or download a model of the hub: "
+        + command.format('"*.json" "*.safetensors"')
+    )
+
+
 def test_a_tokenizer_with_other_tokens_is_rejected(begun, tmp_path, bpe):
     gpt2(tmp_path, bpe)
     values = bpe.to_dict()

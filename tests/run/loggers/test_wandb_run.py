@@ -173,6 +173,8 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(
     [
         ({"mode": "maybe"}, r"logger\.wandb\.mode=maybe is not one of auto"),
         ({"watch": "weights"}, r"logger\.wandb\.watch=weights is not one of null, gradients"),
+        ({"tags": "first"}, r"logger\.wandb\.tags=first must be a list; write \[first\]"),
+        ({"project": "a/b"}, r"^logger\.wandb\.project=a/b is rejected by wandb: Invalid project "),
         ({"log_model": True}, r"log_model=true uploads to wandb, but this run is offline"),
     ],
 )
@@ -180,9 +182,12 @@ def test_impossible_settings_are_rejected_before_a_run_starts(tmp_path, settings
     usual = {"project": "p", "mode": "offline"}
     with pytest.raises(UserError, match=line):
         wandb_run.WandbRun(
-            directory=RunDirectory(tmp_path), config={}, model=None, **{**usual, **settings}
+            directory=RunDirectory(tmp_path),
+            config={"run_name": "run"},
+            model=None,
+            **{**usual, **settings},
         )
-    assert list(tmp_path.iterdir()) == []
+    assert not [*tmp_path.glob("wandb/*run-*")]
 
 
 def test_a_torn_id_gives_way_to_a_new_one_that_stays(tmp_path):

@@ -152,9 +152,8 @@ class Documents(Source):
             if self.vocab_size < SMALLEST_BPE:
                 self.refuse("vocab_size", f"must be at least {SMALLEST_BPE} for bpe")
         elif self.vocab_size is not None and not tokenizer_choice.names_class(self.tokenizer):
-            self.refuse(
-                "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; set it to null"
-            )
+            rule = f"has no effect with data.tokenizer={self.tokenizer}; set it to null, or set "
+            self.refuse("vocab_size", f"{rule}data.tokenizer=bpe, which learns that many")
 
     def tokenizer_identity(self) -> Any:
         """Return the identity of the tokenizer that `data.tokenizer` names."""

@@ -134,8 +134,7 @@ def _environment(config: Config, placement: Placement) -> dict[str, str]:
         if not endpoint:
             raise UserError(
                 f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it to the same "
-                "value on all, "
-                "and launch.node_rank on each"
+                "HOST:PORT of machine 0 on all, and launch.node_rank on each"
             )
         _, interface = own_address(endpoint)
     host, _, port = endpoint.rpartition(":")

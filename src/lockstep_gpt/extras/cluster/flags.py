@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -11,9 +13,11 @@ from typing import NoReturn, TypeVar
 from omegaconf import DictConfig
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import compose
+from lockstep_gpt.launch import arguments, compose
 
 T = TypeVar("T")
+# What others call a flag.
+OTHER_NAMES = {"--gpu": "--hardware", "--gpus": "--devices", "--nodes": "--devices"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,12 +32,26 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=command, add_help=False, allow_abbrev=False)
         self._screen = screen
 
-    def split(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Split `arguments` into flags and settings; `--help` ends the command."""
-        if {"-h", "--help"} & set(arguments):
+    def split(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Split `words` into flags and settings; `--help` ends the command."""
+        if {"-h", "--help"} & set(words):
             print(self._screen)
             sys.exit(0)
-        return self.parse_known_args(arguments)
+        options, others = self.parse_known_args(words)
+        for word in others:
+            self._refuse_near_flag(word)
+        return options, others
+
+    def _refuse_near_flag(self, word: str) -> None:
+        """Raise a `UserError` for a flag that is almost one of these; Hydra refuses others."""
+        flag = word.partition("=")[0]
+        if not flag.startswith("--") or flag[2:] in arguments.FLAGS:
+            return
+        known = re.findall(r"--[\w-]+", self.format_usage())
+        near = [OTHER_NAMES.get(flag, ""), *difflib.get_close_matches(flag, known, n=1, cutoff=0.7)]
+        meant = next((name for name in near if name in known), None)
+        if meant is not None:
+            raise UserError(f"{flag} is not a flag of {self.prog}; did you mean {meant}?")
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a `UserError`, without the usage text."""

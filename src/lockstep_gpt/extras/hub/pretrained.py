@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.data.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.layouts import Layout, import_weights, layout_of
 from lockstep_gpt.model.gpt import GPT
@@ -19,6 +20,7 @@ from lockstep_gpt.settings import as_typed
 from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, is_vocabulary_of
 
 WEIGHTS = "model.safetensors"
+FILES = '"*.json" "*.safetensors"'  # of a repository on the hub
 INDEX = "model.safetensors.index.json"
 SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
 
@@ -48,6 +50,12 @@ def _settings(folder: Path, source: str) -> dict[str, Any]:
         return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
+        if not folder.exists() and ON_HUB.fullmatch(str(folder)):
+            repository = f"openai-community/{folder}" if str(folder) in SIZES else folder
+            raise UserError(
+                f"{source} does not exist; name a folder, or download a model of the hub: "
+                f"hf download {repository} {FILES} --local-dir {folder}"
+            ) from None
         raise UserError(
             f"{source}: config.json cannot be read ({reason}); give a folder that transformers' "
             "save_pretrained or an export has written"

@@ -23,7 +23,7 @@ from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
 from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service, quick_start
 from lockstep_gpt.run.metrics_rows import STEP
-from lockstep_gpt.settings import check_choice
+from lockstep_gpt.settings import check, check_choice
 from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class WandbRun(WandbLogger, TrackedRun):
     ) -> None:
         check_choice("logger.wandb.mode", mode, MODES)
         check_choice("logger.wandb.watch", watch, WATCHED)
+        tags = arguments.get("tags")  # wandb would take each letter of a text for one
+        check(
+            "logger.wandb.tags", tags, not isinstance(tags, str), f"must be a list; write [{tags}]"
+        )
         mode = decide_mode(mode)
         if log_model and mode != "online":
             raise UserError(
@@ -200,6 +204,9 @@ def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
         return wandb.init(mode=mode, settings=quiet, **arguments)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())
+        rule = f"is rejected by wandb: {reason}; name another"
+        is_project = "Invalid project name" in reason
+        check("logger.wandb.project", arguments.get("project"), not is_project, rule)
         raise UserError(
             f"logger.wandb.mode={mode} is rejected by wandb: {reason}; run `wandb login`, or set "
             "logger.wandb.mode=auto, which logs offline without an account"
