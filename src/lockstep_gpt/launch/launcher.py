@@ -100,7 +100,7 @@ def launched_sizes(devices: int | str, nodes: int) -> tuple[int, int]:
         f"set trainer.devices=auto, or start {devices}; {UNSET}"
     )
     check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
-    rule = f"but the launcher started {launched}; set trainer.num_nodes=1"
+    rule = f"but the launcher started {launched}; set trainer.num_nodes={launched}"
     check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
     return local_world_size, launched
 

@@ -171,7 +171,7 @@ def resume(
     with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
-    sets_devices = any(word.startswith("trainer.devices=") for word in arguments)
+    sets_devices = "trainer.devices" in map(setting_of, parsed(arguments))
     placement, batch = start.place_run(config, is_resumed=not sets_devices)
     devices = before["trainer"].get("devices")
     if not sets_devices and placement.devices != devices:
