@@ -32,8 +32,8 @@ def test_inside_a_launcher_its_ranks_are_taken(launched, trainer):
 def test_ranks_that_a_launcher_did_not_start_are_rejected(launched):
     launched(ranks=4, nodes=2)
     for trainer, line in (
-        ({"devices": 8}, "trainer.devices=8 but the launcher started 4 ranks"),
-        ({"num_nodes": 3}, "but the launcher started 2; set trainer.num_nodes=2"),
+        ({"devices": 8}, "devices=8 but the launcher started 4 ranks"),
+        ({"num_nodes": 3}, "num_nodes=3 but the launcher started 2; set trainer.num_nodes=2"),
     ):
-        with pytest.raises(UserError, match=f"^{line}"):
+        with pytest.raises(UserError, match=rf"^trainer\.{line}"):
             place(Config(max_steps=1, trainer=trainer))
