@@ -49,12 +49,14 @@ class Checkpoints(StepCallback, Checkpoint):
     losses: dict[int, float] = field(default_factory=dict, init=False)
     last_validated: int = field(default=0, init=False)  # step of the last save with a loss
     saves: list[Save] = field(default_factory=list, init=False)  # of this process
-    _start: int = field(default=0, init=False)  # step at which this process began
+    # Of later steps than the first one here: of a model that the run left with `resume_force`.
+    _others: list[Path] = field(default_factory=list, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where a new or resumed run starts."""
         super().on_train_start(trainer, pl_module)
-        self._start = trainer.global_step
+        present = files.checkpoints_in(self.folder)
+        self._others = [path for path in present if files.step_of(path) > trainer.global_step]
 
     def validates(self, trainer: Trainer) -> bool:
         """Return whether a validation follows the optimizer step that just ended."""
@@ -109,14 +111,10 @@ class Checkpoints(StepCallback, Checkpoint):
         return path
 
     def _make_room(self, trainer: Trainer) -> None:
-        """Move checkpoints of later steps away, before the first save.
-
-        They are of a model that the run left with `resume_force`.
-        """
+        """Move checkpoints of another model away, before the first save."""
         if trainer.is_global_zero:
-            for path in files.checkpoints_in(self.folder):
-                if files.step_of(path) > self._start:
-                    files.set_aside(path)
+            for path in self._others:
+                files.set_aside(path)
         trainer.strategy.barrier()  # ranks may write parts of checkpoints with the same names
 
     def _prune(self, trainer: Trainer, new: Path) -> None:
