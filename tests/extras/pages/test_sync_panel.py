@@ -198,13 +198,14 @@ def operations(command, *words):
     """Return what each of two ranks does in steps 4 and 5: operations, collectives, allocations.
 
     Not earlier: DDP rebuilds its buckets once, after the first step that it averaged itself.
+    Copies in memory are off: the clock decides in which steps they are made.
     """
     (command.folder / "counter.py").write_text(COUNTER)
     folder = command.folder / "_".join(re.sub(r"\W", "", word) for word in words)
     folder.mkdir()
     counter = ["+callbacks.counter._target_=counter.Counter", f"+callbacks.counter.folder={folder}"]
     run = [f"run_dir={folder}/run", "max_steps=5", "log_every=100", "val_every=5"]
-    run += ["optim.warmup_steps=1"]
+    run += ["optim.warmup_steps=1", "checkpoint.memory=false"]
     command.train(*ON_TWO, *words, *counter, *run, PYTHONPATH=str(command.folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
