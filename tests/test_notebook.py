@@ -11,6 +11,7 @@ import pytest
 
 from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.compose import HYDRA_ARGUMENTS
 from lockstep_gpt.notebook import SEVERAL_RANKS, build, compose
 
 pytestmark = [
@@ -140,7 +141,7 @@ def test_a_failure_is_in_the_summary(command, words):
 
 
 def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(config_folder()), **HYDRA_ARGUMENTS):
         config = hydra.compose("train", overrides=["experiment=smoke", *words])
         assert compose(*words) == config
         module, _, trainer = build(hydra.compose("train", overrides=words))
@@ -150,7 +151,7 @@ def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
 
 def test_a_warmup_longer_than_the_run_is_shortened_by_compose_but_refused_by_build(words):
     assert build(compose(*words, "max_steps=4")).module.schedule.warmup_steps == 0
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(config_folder()), **HYDRA_ARGUMENTS):
         config = hydra.compose("train", overrides=[*words, "max_steps=4"])
     with pytest.raises(UserError, match=r"set optim.warmup_steps=0, or use .*notebook.compose, "):
         build(config)
