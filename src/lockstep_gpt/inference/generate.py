@@ -1,10 +1,19 @@
 """`lockstep-gpt generate RUN|CHECKPOINT`: continue a prompt with a trained model."""
 
-import sys
+from __future__ import annotations
 
-from lockstep_gpt.data.tokenizer import printable
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lockstep_gpt.data.tokenizer import Tokenizer, printable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.trained_model import load_named_model, parser_of
+from lockstep_gpt.run.trained_model import load_for_inference, parser_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INCOMPLETE = "\ufffd"  # how a character of which bytes are missing is decoded
 
 # nanoGPT's options -> what to do here instead; docs/lightning.md shows them, too.
 OTHER_NAMES = {
@@ -17,7 +26,7 @@ OTHER_NAMES = {
 
 
 def main(arguments: list[str]) -> int:
-    """Print the prompt and its continuation."""
+    """Print the prompt and its continuation as it grows."""
     parser = parser_of("generate", "Continue a prompt with a trained model.")
     parser.other_names = {**parser.other_names, **OTHER_NAMES}
     add = parser.add_argument
@@ -25,20 +34,41 @@ def main(arguments: list[str]) -> int:
     add("--length", type=int, default=300, help="tokens to add (default: 300)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
     add("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
-    add("--seed", type=int, default=1337, help="same seed, same text")
+    add("--seed", type=int, default=1337, help="same seed, same text on the same device")
     options = parser.parse_args(arguments)
     if options.length < 1:
         raise UserError(f"--length={options.length} must be at least 1")
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
-    _, model, _, tokenizer = load_named_model(options.source)
+    _, model, _, tokenizer = load_for_inference(options.source)
     import torch  # late, so that mistakes are reported at once
 
-    prompt = torch.from_numpy(tokenizer.encode(options.prompt).astype("int64"))[None]
-    source = torch.Generator().manual_seed(options.seed)
-    tokens = model.generate(prompt, options.length, options.temperature, options.top_k, source)
-    text = tokenizer.decode(tokens[0].tolist())
-    if sys.stdout.isatty():
-        text = printable(text)
-    print(text)
+    device = next(model.parameters()).device
+    prompt = torch.tensor(tokenizer.encode(options.prompt).astype("int64"), device=device)
+    source = torch.Generator(device).manual_seed(options.seed)
+
+    def growing() -> Iterator[Tensor]:
+        tokens = prompt[None]
+        for _ in range(options.length):
+            tokens = model.generate(tokens, 1, options.temperature, options.top_k, source)
+            yield tokens[0]
+
+    is_terminal = sys.stdout.isatty()
+    for text in new_texts(growing(), tokenizer):
+        print(printable(text) if is_terminal else text, end="", flush=True)
+    print()
     return 0
+
+
+def new_texts(growing: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what each of the `growing` token sequences, (T,), adds to the text of the one before.
+
+    The last characters are held back until their bytes are complete, or until the end.
+    """
+    shown = text = ""
+    for tokens in growing:
+        text = tokenizer.decode(tokens.tolist())
+        complete = text.rstrip(INCOMPLETE)
+        yield complete[len(shown) :]
+        shown = complete
+    yield text[len(shown) :]

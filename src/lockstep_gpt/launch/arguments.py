@@ -8,7 +8,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 
-from lockstep_gpt import PROGRAM
+from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
@@ -76,8 +76,9 @@ def _check_override(word: str, words: list[str]) -> None:
         raise UserError(f"{word} has no effect here; set run_dir={value}")
     if name in ("hydra.job.chdir", "hydra.output_subdir") and value not in ("false", "null"):
         raise UserError(f"{word} has no effect here; all files of a run are in its run_dir")
-    if is_group and equals and not _is_choice(value):
-        raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
+    known = sorted(yaml_files(name)) if is_group else []
+    if known and equals and not _is_choice(value):
+        raise UserError(f"{word} is not one of {', '.join(known)}")
     if not is_group and equals and name in choices.known_groups() and value[:1] not in "{$":
         names = ", ".join(choices.settings_below(name)[""])
         raise UserError(

@@ -80,6 +80,16 @@ def load_named_model(source: Path, is_plain: bool = False) -> tuple[Path, GPT, C
                 raise
 
 
+def load_for_inference(source: Path, is_plain: bool = False) -> tuple[Path, GPT, Config, Tokenizer]:
+    """Do as `load_named_model`, and move the model to a GPU if there is one."""
+    checkpoint, model, config, tokenizer = load_named_model(source, is_plain)
+    import torch  # late, so that mistakes are reported at once
+
+    if torch.cuda.is_available():
+        model.to("cuda")
+    return checkpoint, model, config, tokenizer
+
+
 def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokenizer]:
     """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.history import chat_template
 from lockstep_gpt.optional import import_optional
-from lockstep_gpt.run.trained_model import load_named_model, parser_of
+from lockstep_gpt.run.trained_model import load_for_inference, parser_of
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.chat.queueing import AnsweringThread
@@ -30,16 +30,12 @@ def main(arguments: list[str]) -> int:
         import_optional("serve", name, "chat")
     # Before the model is loaded, which takes a while.
     with open_listener(options.host, options.port) as listener:
-        _, model, config, tokenizer = load_named_model(options.source, is_plain=True)
+        _, model, config, tokenizer = load_for_inference(options.source, is_plain=True)
         # Late, so that mistakes are reported at once.
-        import torch
-
         from lockstep_gpt.extras.chat.openai_requests import Reader
         from lockstep_gpt.extras.chat.queueing import AnsweringThread
         from lockstep_gpt.extras.chat.web_app import Limits, web_app
 
-        if torch.cuda.is_available():
-            model.to("cuda")
         try:
             template: Any = chat_template(tokenizer, config)
         except UserError as error:

@@ -14,7 +14,7 @@ from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.history import Message, chat_template, fit_to_context
 from lockstep_gpt.extras.chat.template import Template
-from lockstep_gpt.run.trained_model import load_named_model, parser_of
+from lockstep_gpt.run.trained_model import load_for_inference, parser_of
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.chat.sampling import Sampling
@@ -35,12 +35,7 @@ def main(arguments: list[str]) -> int:
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     sampling_of(options, options.seed)
-    _, model, config, tokenizer = load_named_model(options.source, is_plain=True)
-    # Late, so that mistakes are reported at once.
-    import torch
-
-    if torch.cuda.is_available():
-        model.to("cuda")
+    _, model, config, tokenizer = load_for_inference(options.source, is_plain=True)
     conversation = Conversation(model, chat_template(tokenizer, config), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text, from a file or a pipe

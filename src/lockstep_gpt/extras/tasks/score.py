@@ -28,7 +28,7 @@ from lockstep_gpt.extras.tasks.examples import (
 from lockstep_gpt.extras.tasks.results import Number, mean, numbers_of
 from lockstep_gpt.extras.tasks.rows import Tokenized, cut_line, tokenize_task
 from lockstep_gpt.extras.tasks.tables import header, lines_of
-from lockstep_gpt.run.trained_model import load_named_model, parser_of
+from lockstep_gpt.run.trained_model import load_for_inference, parser_of
 
 Numbers = dict[str, Number]
 Tokenize = Callable[[Task], Tokenized]
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     of_core = core_tasks(options.core) if options.core else []
     for core_task in of_core:
         read_core_task(core_task, options.limit)  # for mistakes; it is read again when it is scored
-    checkpoint, model, config, tokenizer = load_named_model(options.source)
+    checkpoint, model, config, tokenizer = load_for_inference(options.source)
     if BUILTIN in names:
         tasks = [*builtin_tasks(config), *tasks]
     labels = [*(task.name for task in tasks), *(core_task.name for core_task in of_core)]
@@ -109,12 +109,8 @@ def _core(
 
 def _scorer(model: Any, config: Config, tokenizer: Tokenizer) -> tuple[Tokenize, Score]:
     """Return what tokenizes a task, and what measures the model on it."""
-    import torch
-
     from lockstep_gpt.extras.tasks.scoring import evaluating, score_rows
 
-    if torch.cuda.is_available():
-        model.to("cuda")
     size = config.model.block_size
 
     def tokenize(task: Task) -> Tokenized:
