@@ -21,12 +21,17 @@ from yaml import YAMLError
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config, from_container, groups, with_groups
-from lockstep_gpt.config_files import config_folder, yaml_files
+from lockstep_gpt.config_files import config_folder, config_folders, yaml_files
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
 from lockstep_gpt.launch.arguments import translate_arguments
-from lockstep_gpt.launch.hydra_errors import as_user_error, mistake_in_file, one_line
+from lockstep_gpt.launch.hydra_errors import (
+    another_ending,
+    as_user_error,
+    mistake_in_file,
+    one_line,
+)
 from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.registry import ARGUMENTS, additions
 
@@ -73,6 +78,8 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
                 group, _, name = mistake[1].partition("/")
                 file = yaml_files(group, *folders).get(name)
                 line = f"{mistake[1]}.yaml: {mistake_in_file(file) or line}"
+            if "extension '.yml'" in line:  # Hydra 1.4's words, which name no file
+                line = line.rstrip(".") + another_ending([*config_folders(), *folders])
             if "that cannot start any token" in line:  # YAML's words
                 line += "; indent with spaces, not tabs, and quote texts that begin with @, `, or %"
             raise UserError(line) from None

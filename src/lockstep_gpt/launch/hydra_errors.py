@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +121,15 @@ def _mistake_in_defaults(text: str) -> str | None:
     if nested:
         file, group, choice = nested.groups()
         return f"configs/{file}.yaml: write `- override /{group}: {choice}` in its defaults"
-    twice = re.search(r"Multiple values for .+ use 'override (\w+): (.+)'", text)
+    twice = re.search(r"Multiple values for .+ use 'override (\w+): (.+?)'", text)
     if twice:
         group, choice = twice.groups()
         return (
             f"{group} already has a choice; write `- override /{group}: {choice}` in the defaults "
             "of the YAML file"
         )
-    without_slash = re.search(r"In '(experiment/.+?)'.*Could not override 'experiment/(.+?)@", text)
+    missed = "(?:Could not override|No earlier Group Default for)"  # Hydra 1.3's words, and 1.4's
+    without_slash = re.search(rf"In '(experiment/.+?)'.*{missed} 'experiment/(.+?)@", text)
     if without_slash:
         file, group = without_slash.groups()
         return (
@@ -223,9 +224,19 @@ def _misplaced_file(group: str, choice: str, text: str) -> str:
         names = (place.with_suffix(".yml"), folder / place.name, folder / f"{choice}.yml")
         file = next((name for name in names if name.is_file()), None)
         if file is not None:
-            words = [os.path.relpath(path) for path in (file, place)]
-            return f"; to choose {words[0]}, run: mv {shlex.join(words)}"
+            return _how_to_move(file, place)
     return ""
+
+
+def another_ending(folders: Iterable[Path]) -> str:
+    """Return how to rename a choice's file in `folders` that ends in .yml; empty without one."""
+    files = [file for folder in folders for file in sorted(folder.glob("*/*.yml"))]
+    return _how_to_move(files[0], files[0].with_suffix(".yaml")) if files else ""
+
+
+def _how_to_move(file: Path, place: Path) -> str:
+    words = [os.path.relpath(path) for path in (file, place)]
+    return f"; to choose {words[0]}, run: mv {shlex.join(words)}"
 
 
 def _unknown_setting(path: str, value: str) -> str:
