@@ -280,7 +280,8 @@ def test_two_gloo_ranks_on_one_gpu_give_the_losses_of_the_cpu(command):
 
 def test_generate_continues_on_a_gpu_as_on_the_cpu(command):
     command.train("trainer=cpu", "run_dir=run")
-    words = [sys.executable, "-m", "lockstep_gpt", "generate", "run", "--temperature", "0"]
+    python = [sys.executable, "-m", "lockstep_gpt"]
+    words = [*python, "generate", "run", "--temperature", "0"]
     on_cpu = command.run_words(["env", "CUDA_VISIBLE_DEVICES=", *words])
     assert on_cpu[0] == 0, on_cpu
     assert command.run_words(words) == on_cpu

@@ -1,8 +1,10 @@
 """The YAML files of `configs/` and of extras, read without Hydra."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import config_folders_of_extras
 
 TARGET = r"^_target_: *(\S+)"  # the line of a YAML file that names a class
@@ -32,6 +34,27 @@ def yaml_files(group: str, *other_folders: Path) -> dict[str, Path]:
     folders = [*config_folders(), *other_folders]
     paths = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
     return {path.stem: path for path in paths}
+
+
+def refuse_same_names(folders: Iterable[Path]) -> None:
+    """Raise a `UserError` for a file in `folders` that Hydra would replace by the project's."""
+    for folder in folders:
+        for file in sorted(folder.glob("**/*.yaml")):
+            for same in (own / file.relative_to(folder) for own in config_folders()):
+                if same.is_file() and same.read_bytes() != file.read_bytes():
+                    raise UserError(
+                        f"{file} has the name of {same}, which Hydra would read instead; rename it"
+                    )
+
+
+def first_not_utf8(folders: Iterable[Path]) -> Path | None:
+    """Return the first YAML file in `folders` that isn't UTF-8; None if all are."""
+    for file in (file for folder in folders for file in sorted(folder.glob("**/*.yaml"))):
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return file
+    return None
 
 
 def target_of(group: str, choice: str) -> str | None:

@@ -57,6 +57,15 @@ def test_an_interval_begins_at_its_start(capsys):
         ),
         ("--zzz", "--zzz is not a flag; settings are NAME=VALUE, without dashes"),
         ("logger=null", "logger=null is not one of mlflow, none, tensorboard, trackio, wandb"),
+        (
+            "experiment=configs/experiment/smoke.yaml",
+            "experiment=configs/experiment/smoke.yaml: write the name alone, experiment=smoke",
+        ),
+        (
+            "--trainer.max_epochs=3",
+            "--trainer.max_epochs=3 is not a flag; settings are NAME=VALUE, without dashes; use "
+            "max_steps or max_tokens",
+        ),
         ("strategy=3", "strategy=3 is not one of auto, ddp, fsdp2"),
     ],
 )

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from lockstep_gpt import PROGRAM, extras
 from lockstep_gpt.catalog import how_to_add
 from lockstep_gpt.config import from_container, groups
-from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.config_files import config_folder, yaml_files
 from lockstep_gpt.data import data_settings
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
@@ -248,18 +248,21 @@ def test_a_wrong_use_of_the_grammar_is_rejected_with_what_was_typed(argument, pa
 )
 def test_a_mistake_in_a_file_is_named_with_the_file_and_its_remedy(tmp_path, written, line):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{written}\n")
-    refused = refusal("experiment=mine", "--config-dir", str(tmp_path))
-    assert refused == f"experiment/mine.yaml: {line}"
+    (tmp_path / "experiment" / "of_this_test.yaml").write_text(f"# @package _global_\n{written}\n")
+    refused = refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
+    assert refused == f"experiment/of_this_test.yaml: {line}"
 
 
 @pytest.mark.parametrize(
     ("written", "line"),
     [
-        ("max_steps: 3", "a recipe's first line must be `# @package _global_`"),
+        (
+            "max_steps: 3",
+            "a recipe's first line must be `# @package _global_`, without a byte order mark",
+        ),
         (
             "# @package _global_\ndefaults:\n  - data: text",
-            "configs/experiment/mine.yaml: write `- override /data: text` in its defaults",
+            "configs/experiment/of_this_test.yaml: write `- override /data: text` in its defaults",
         ),
         (
             "# @package _global_\ndefaults:\n  - /data: text",
@@ -268,8 +271,8 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_its_remedy(tmp_path, wri
         ),
         (
             "# @package _global_\ndefaults:\n  - override data: text",
-            "configs/experiment/mine.yaml: write data with a slash before it in its defaults, as "
-            "in `- override /data: CHOICE`",
+            "configs/experiment/of_this_test.yaml: write data with a slash before it in its "
+            "defaults, as in `- override /data: CHOICE`",
         ),
     ],
 )
@@ -277,40 +280,71 @@ def test_a_recipe_that_hydra_puts_elsewhere_is_answered_with_how_to_write_it(
     tmp_path, written, line
 ):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(f"{written}\n")
-    assert refusal("experiment=mine", "--config-dir", str(tmp_path)).endswith(line)
+    (tmp_path / "experiment" / "of_this_test.yaml").write_text(f"{written}\n")
+    assert refusal("experiment=of_this_test", "--config-dir", str(tmp_path)).endswith(line)
 
 
-@pytest.mark.parametrize("place", ["experiment/mine.yml", "mine.yaml", "mine.yml"])
+@pytest.mark.parametrize(
+    "place", ["experiment/of_this_test.yml", "of_this_test.yaml", "of_this_test.yml"]
+)
 def test_a_recipe_that_hydra_does_not_find_is_answered_with_where_to_move_it(
     tmp_path, monkeypatch, place
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "confs" / "experiment").mkdir(parents=True)
     (tmp_path / "confs" / place).write_text("# @package _global_\nseed: 7\n")
-    refused = refusal("experiment=mine", "--config-dir", "confs")
+    refused = refusal("experiment=of_this_test", "--config-dir", "confs")
     command = refused.partition(f"; to choose confs/{place}, run: ")[2]
-    assert command == f"mv confs/{place} confs/experiment/mine.yaml"
+    assert command == f"mv confs/{place} confs/experiment/of_this_test.yaml"
     subprocess.run(shlex.split(command), check=True)
     words = ("max_steps=3", "batch.global_size=2", "--config-dir", "confs")
-    assert composed("experiment=mine", *words)[1].seed == 7
+    assert composed("experiment=of_this_test", *words)[1].seed == 7
+
+
+def test_a_file_that_the_project_s_would_replace_is_refused(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    own = config_folder() / "experiment/smoke.yaml"
+    file = tmp_path / "experiment/smoke.yaml"
+    file.write_bytes(own.read_bytes())
+    words = ("experiment=smoke", "--config-dir", str(tmp_path))
+    assert composed(*words)[1].max_steps == 20
+    file.write_text("# @package _global_\nmax_steps: 3\n")
+    line = f"{file} has the name of {own}, which Hydra would read instead; rename it"
+    assert refusal(*words) == line
+
+
+def test_a_recipe_that_includes_itself_is_refused_in_one_line(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment/of_this_test.yaml"
+    file.write_text("# @package _global_\ndefaults: [smoke, of_this_test]\n")
+    line = "a YAML file includes itself, directly or through others; change its defaults"
+    assert refusal("experiment=of_this_test", "--config-dir", str(tmp_path)) == line
+
+
+def test_a_file_that_is_not_utf8_is_refused_by_its_name(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment/of_this_test.yaml"
+    file.write_bytes("# @package _global_\nrun_name: Stra\u00dfe\n".encode("latin-1"))
+    refused = refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
+    assert refused.startswith(f"{file}: 'utf-8' codec can't decode byte 0xdf")
+    assert refused.endswith("; save it as UTF-8")
 
 
 def test_broken_yaml_is_rejected_by_its_file(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("max_steps: [1\n")
-    assert "mine.yaml" in refusal("experiment=mine", "--config-dir", str(tmp_path))
-    (tmp_path / "experiment" / "mine.yaml").write_text("model:\n\tn_layer: 3\n")
-    said = refusal("experiment=mine", "--config-dir", str(tmp_path))
+    (tmp_path / "experiment" / "of_this_test.yaml").write_text("max_steps: [1\n")
+    assert "of_this_test.yaml" in refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
+    (tmp_path / "experiment" / "of_this_test.yaml").write_text("model:\n\tn_layer: 3\n")
+    said = refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
     assert "; indent with spaces, not tabs" in said
 
 
 def test_a_user_s_own_experiment_is_found_through_config_dir(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(
+    (tmp_path / "experiment" / "of_this_test.yaml").write_text(
         "# @package _global_\ndefaults:\n  - smoke\nseed: 5\n"
     )
-    _, config = composed("experiment=mine", "--config-dir", str(tmp_path))
+    _, config = composed("experiment=of_this_test", "--config-dir", str(tmp_path))
     assert (config.seed, config.max_steps) == (5, 20)
 
 

@@ -115,6 +115,13 @@ def test_variables_of_a_launcher_that_is_not_there_are_named(command):
     assert not (command.folder / "runs").exists()
 
 
+def test_a_rank_beyond_the_world_is_refused(command):
+    variables = {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    result = command.train("trainer=cpu", status=2, **variables)
+    line = f"RANK=5 must be below WORLD_SIZE=2; {launcher.UNSET}"
+    assert result.stderr == f"lockstep-gpt train: {line}\n"
+
+
 @pytest.mark.parametrize(("rank", "agent"), [("0", False), ("1", False), ("1", True)])
 def test_a_rank_without_the_others_ends_in_one_line(command, rank, agent):
     with socket.create_server(("127.0.0.1", 0)) as free:

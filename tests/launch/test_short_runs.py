@@ -40,8 +40,8 @@ def test_a_warmup_in_tokens_becomes_a_tenth_in_tokens(composed, tmp_path):
     (tmp_path / "experiment").mkdir()
     optim = "optim: {warmup_steps: null, warmup_tokens: 100000}"
     text = f"# @package _global_\ndefaults:\n  - smoke\n{optim}\n"
-    (tmp_path / "experiment/mine.yaml").write_text(text)
-    words = ("--config-dir", str(tmp_path), "experiment=mine", "max_steps=null")
+    (tmp_path / "experiment/of_this_test.yaml").write_text(text)
+    words = ("--config-dir", str(tmp_path), "experiment=of_this_test", "max_steps=null")
     config, batch, schedule = fitted(composed, *words, "max_tokens=99999")
     steps = math.ceil(99_999 / batch.tokens_per_step)
     assert (schedule.total_steps, schedule.warmup_steps) == (steps, steps // 10)

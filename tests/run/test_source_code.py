@@ -29,16 +29,18 @@ def edit(monkeypatch, tmp_path):
     source_code.file_hashes.cache_clear()
 
 
-def test_changed_new_and_removed_files_are_named_and_many_are_counted():
+def test_changed_and_removed_files_are_named_new_ones_are_not_and_many_are_counted():
     now = source_code.file_hashes()
     assert source_code.changes_since(now) is None
     assert source_code.changes_since(None) is None  # of an earlier version
     before = {**now, "model/gpt.py": "0", "model/removed.py": "1"}
     del before["training/train.py"]
-    names = "model/gpt.py, model/removed.py, training/train.py"
-    assert source_code.changes_since(before) == names
-    assert source_code.changes_since(before, ["training"]) == "training/train.py"
-    assert source_code.changes_since({}) == (
+    assert source_code.changes_since(before) == "model/gpt.py, model/removed.py"
+    assert source_code.changes_since({**before, "training/a.py": ""}, ["training"]) == (
+        "training/a.py"
+    )
+    others = dict.fromkeys(now, "another")
+    assert source_code.changes_since(others) == (
         f"{', '.join(sorted(now)[:3])} and {len(now) - 3} more"
     )
 

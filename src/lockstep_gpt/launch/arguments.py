@@ -2,6 +2,7 @@
 
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import cast
 
 import yaml
@@ -14,6 +15,7 @@ from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.optional import library_command
+from lockstep_gpt.training.trainer_settings import door_of
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
@@ -58,7 +60,8 @@ def _check_flag(word: str) -> None:
     if flag not in (FLAGS if word.startswith("--") else SHORT_FLAGS):
         if flag in OTHER_FLAGS:
             raise UserError(f"{word} is not a flag of train; {OTHER_FLAGS[flag]}")
-        near = choices.suggested_setting(flag)
+        door = door_of(flag.removeprefix("trainer.")) if flag.startswith("trainer.") else None
+        near = f"; use {door}" if door else choices.suggested_setting(flag)
         raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
 
 
@@ -77,6 +80,8 @@ def _check_override(word: str, words: list[str]) -> None:
     if name in ("hydra.job.chdir", "hydra.output_subdir") and value not in ("false", "null"):
         raise UserError(f"{word} has no effect here; all files of a run are in its run_dir")
     known = sorted(yaml_files(name)) if is_group else []
+    if known and value.endswith((".yaml", ".yml")):
+        raise UserError(f"{word}: write the name alone, {name}={Path(value).stem}")
     if known and equals and not _is_choice(value):
         raise UserError(f"{word} is not one of {', '.join(known)}")
     if not is_group and equals and name in choices.known_groups() and value[:1] not in "{$":

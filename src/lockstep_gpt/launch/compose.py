@@ -21,7 +21,13 @@ from yaml import YAMLError
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config, from_container, groups, with_groups
-from lockstep_gpt.config_files import config_folder, config_folders, yaml_files
+from lockstep_gpt.config_files import (
+    config_folder,
+    config_folders,
+    first_not_utf8,
+    refuse_same_names,
+    yaml_files,
+)
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
@@ -43,6 +49,9 @@ else:
     HYDRA_ARGUMENTS = {}
     register_resolver = OmegaConf.register_resolver
 
+# Errors of composing.
+COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
+
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with the composed config, for each job of a sweep.
@@ -55,6 +64,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
         UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
     """
     folders = _config_dirs(arguments)
+    refuse_same_names(folders)
     register_schema(*folders)
     for rewrite in (translate_arguments, *additions(ARGUMENTS)):
         arguments[:] = rewrite(arguments)  # in place: a sweep's jobs show only other words
@@ -69,20 +79,29 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     with _command_line(arguments):
         try:
             task()
-        except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        except COMPOSING as error:
             if has_started:  # the job's own error, not the composition's
                 raise
-            line = one_line(error, arguments)
-            mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
-            if mistake:
-                group, _, name = mistake[1].partition("/")
-                file = yaml_files(group, *folders).get(name)
-                line = f"{mistake[1]}.yaml: {mistake_in_file(file) or line}"
-            if "extension '.yml'" in line:  # Hydra 1.4's words, which name no file
-                line = line.rstrip(".") + another_ending([*config_folders(), *folders])
-            if "that cannot start any token" in line:  # YAML's words
-                line += "; indent with spaces, not tabs, and quote texts that begin with @, `, or %"
-            raise UserError(line) from None
+            raise UserError(_line_of(error, arguments, folders)) from None
+
+
+def _line_of(error: Exception, arguments: list[str], folders: list[Path]) -> str:
+    """Return value, rule, and remedy of an error in composing, and the YAML file at fault."""
+    if isinstance(error, RecursionError):
+        return "a YAML file includes itself, directly or through others; change its defaults"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{first_not_utf8([*config_folders(), *folders])}: {error}; save it as UTF-8"
+    line = one_line(error, arguments)
+    mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
+    if mistake:
+        group, _, name = mistake[1].partition("/")
+        file = yaml_files(group, *folders).get(name)
+        line = f"{mistake[1]}.yaml: {mistake_in_file(file) or line}"
+    if "extension '.yml'" in line:  # Hydra 1.4's words, which name no file
+        line = line.rstrip(".") + another_ending([*config_folders(), *folders])
+    if "that cannot start any token" in line:  # YAML's words
+        line += "; indent with spaces, not tabs, and quote texts that begin with @, `, or %"
+    return line
 
 
 def overrides() -> list[str]:

@@ -259,7 +259,10 @@ def _unknown_setting(path: str, value: str) -> str:
         return f"{path}={value} needs {how_to_add(extra)}"
 
     if path.partition(".")[0] == "experiment":  # where Hydra puts a file without this line
-        return f"unknown setting {path}; a recipe's first line must be `# @package _global_`"
+        return (
+            f"unknown setting {path}; a recipe's first line must be `# @package _global_`, without "
+            "a byte order mark"
+        )
 
     near = choices.suggested_setting(path)
     if near:

@@ -46,6 +46,8 @@ def is_inside_launcher() -> bool:
             f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but "
             f"{' and '.join(missing)} {verb} not; {UNSET}"
         )
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    check("RANK", rank, int(rank) < int(size), f"must be below WORLD_SIZE={size}; {UNSET}")
     return True
 
 

@@ -1,7 +1,8 @@
 """Our names for other projects' settings; docs/lightning.md shows them as a table."""
 
 STEPS = "max_steps or max_tokens"
-# Of lightning-hydra-template, nanoGPT, and litgpt; names that a group of ours has are found anyway.
+# Of lightning-hydra-template, nanoGPT, litgpt, and Hugging Face's Trainer. Names that a group of
+# ours has are found anyway.
 NAMES = {
     # Common to several
     "batch_size": "batch.micro_size or batch.global_size",
@@ -82,6 +83,19 @@ NAMES = {
     "train.micro_batch_size": "batch.micro_size",
     "train.min_lr": "optim.final_lr_fraction",
     "train.save_interval": "checkpoint.every",
+    # Hugging Face's Trainer
+    "bf16": "precision",
+    "eval_steps": "val_every",
+    "fp16": "precision",
+    "logging_steps": "log_every",
+    "lr_scheduler_type": "optim.decay",
+    "max_grad_norm": "optim.clip_norm",
+    "num_train_epochs": STEPS,
+    "per_device_train_batch_size": "batch.micro_size or batch.global_size",
+    "report_to": "logger",
+    "resume_from_checkpoint": "resume",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
 }
 
 

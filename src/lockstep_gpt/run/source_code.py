@@ -26,7 +26,9 @@ def file_hashes() -> dict[str, str]:
 def changes_since(
     before: Mapping[str, str] | None, folders: Iterable[str] = COMPUTING
 ) -> str | None:
-    """Name the files of these folders that differ from those of a run.
+    """Name the files of a run in these folders that are different now or gone.
+
+    A new file can compute nothing for the run unless one of these files changes, too.
 
     Args:
         before: the run's `file_hashes()`; None if an earlier version has kept none.
@@ -40,7 +42,7 @@ def changes_since(
     now = file_hashes()
     changed = [
         name
-        for name in sorted(before.keys() | now.keys())
+        for name in sorted(before)
         if name.startswith(tuple(f"{folder}/" for folder in folders))
         and before.get(name) != now.get(name)
     ]
