@@ -38,18 +38,19 @@ def yaml_files(group: str, *other_folders: Path) -> dict[str, Path]:
 
 def refuse_same_names(folders: Iterable[Path]) -> None:
     """Raise a `UserError` for a file in `folders` that Hydra would replace by the project's."""
-    for folder in folders:
-        for file in sorted(folder.glob("**/*.yaml")):
-            for same in (own / file.relative_to(folder) for own in config_folders()):
-                if same.is_file() and same.read_bytes() != file.read_bytes():
-                    raise UserError(
-                        f"{file} has the name of {same}, which Hydra would read instead; rename it"
-                    )
+    known = [(own, file) for own in config_folders() for file in sorted(own.glob("**/*.yaml"))]
+    for folder in folders:  # may be large, so it isn't listed
+        for own, same in known:
+            file = folder / same.relative_to(own)
+            if file.is_file() and file.read_bytes() != same.read_bytes():
+                raise UserError(
+                    f"{file} has the name of {same}, which Hydra would read instead; rename it"
+                )
 
 
 def first_not_utf8(folders: Iterable[Path]) -> Path | None:
-    """Return the first YAML file in `folders` that isn't UTF-8; None if all are."""
-    for file in (file for folder in folders for file in sorted(folder.glob("**/*.yaml"))):
+    """Return the first choice's file in `folders` that isn't UTF-8; None if all are."""
+    for file in (file for folder in folders for file in sorted(folder.glob("*/*.yaml"))):
         try:
             file.read_text(encoding="utf-8")
         except UnicodeDecodeError:

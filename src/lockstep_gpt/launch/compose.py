@@ -49,7 +49,7 @@ else:
     HYDRA_ARGUMENTS = {}
     register_resolver = OmegaConf.register_resolver
 
-# Errors of composing.
+# What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
 
 
@@ -90,7 +90,8 @@ def _line_of(error: Exception, arguments: list[str], folders: list[Path]) -> str
     if isinstance(error, RecursionError):
         return "a YAML file includes itself, directly or through others; change its defaults"
     if isinstance(error, UnicodeDecodeError):
-        return f"{first_not_utf8([*config_folders(), *folders])}: {error}; save it as UTF-8"
+        file = first_not_utf8([*config_folders(), *folders])
+        return f"{file or 'a YAML file'}: {error}; save it as UTF-8"
     line = one_line(error, arguments)
     mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
     if mistake:
