@@ -50,7 +50,8 @@ defaults:
   - smoke
   - override /logger: csv
 
-own_number: {number}
+checkpoint:
+  own_number: {number}
 optim:
   lr: 1e-3
 """
