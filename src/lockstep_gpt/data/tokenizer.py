@@ -12,6 +12,7 @@ from lockstep_gpt.errors import UserError
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 END_OF_TEXT = "<|endoftext|>"
+INCOMPLETE = "\ufffd"  # how a character of which bytes are missing is decoded
 # With the usual patterns, a token always ends after a letter or digit that precedes a space. The
 # second is nearly as good, for texts that don't have such a place.
 CUTS = (re.compile(rb"[0-9A-Za-z](?=[ \n])"), re.compile(rb"[^ \n](?=[ \n])"))

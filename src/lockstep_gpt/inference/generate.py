@@ -6,14 +6,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lockstep_gpt.data.tokenizer import Tokenizer, printable
+from lockstep_gpt.data.tokenizer import INCOMPLETE, Tokenizer, printable
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.trained_model import load_for_inference, parser_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INCOMPLETE = "\ufffd"  # how a character of which bytes are missing is decoded
 
 # nanoGPT's options -> what to do here instead; docs/lightning.md shows them, too.
 OTHER_NAMES = {

@@ -15,7 +15,6 @@ from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.optional import library_command
-from lockstep_gpt.training.trainer_settings import door_of
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
@@ -60,8 +59,7 @@ def _check_flag(word: str) -> None:
     if flag not in (FLAGS if word.startswith("--") else SHORT_FLAGS):
         if flag in OTHER_FLAGS:
             raise UserError(f"{word} is not a flag of train; {OTHER_FLAGS[flag]}")
-        door = door_of(flag.removeprefix("trainer.")) if flag.startswith("trainer.") else None
-        near = f"; use {door}" if door else choices.suggested_setting(flag)
+        near = choices.suggested_setting(flag)
         raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
 
 

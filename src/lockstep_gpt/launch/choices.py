@@ -11,6 +11,7 @@ from lockstep_gpt.config import OPEN_GROUPS, Config, groups
 from lockstep_gpt.config_files import config_folders, yaml_files
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.launch.other_names import our_name
+from lockstep_gpt.training.trainer_settings import door_of
 
 # Choices of earlier versions -> what to do instead.
 GONE = {
@@ -87,6 +88,9 @@ def suggested_setting(path: str) -> str:
     parent, dot, name = path.rpartition(".")
     if parent and parent.partition(".")[0] not in {*known_groups(), *group_names()}:
         return _suggestion_for_wrong_group(path)
+    door = door_of(name) if parent == "trainer" else None
+    if door is not None:
+        return f"; use {door}"
     known = [setting for settings in settings_below(parent).values() for setting in settings]
     if not parent:
         known += group_names()

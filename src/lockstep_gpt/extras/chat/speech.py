@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep_gpt.data.tokenizer import Tokenizer
-
-INCOMPLETE = "\ufffd"  # how a character of which bytes are missing is decoded
+from lockstep_gpt.data.tokenizer import INCOMPLETE, Tokenizer
 
 
 class Speech:
