@@ -31,7 +31,10 @@ BAD = [
     ([{**QUESTION, "answer": "b"}], '1: answer="b" is not the index of a choice; use 0 to 1'),
     ([{**GOOD, "context": None}], "1: context=null is not text; put it in quotes"),
     ([{**GOOD, "target": ""}], '1: target="" must be a text that is not empty; write one'),
-    ([{**STOPPED, "until": []}], '1: until=[] is not a stop; give a text such as "\\n", or several'),
+    (
+        [{**STOPPED, "until": []}],
+        '1: until=[] is not a stop; give a text such as "\\n", or several',
+    ),
     ([{**STOPPED, "until": [""]}], '1: until="" must be a text that is not empty'),
     ([{**STOPPED, "until": "b"}], '1: until="b" is in the target; remove it from one of them'),
     ([GOOD, STOPPED], "2: is exact match, but the lines before are cloze; use a file for each"),
