@@ -13,7 +13,7 @@ from hooks.answers import Answers
 # Our own names, which mean nothing else anywhere.
 PACKAGE = "lockstep_gpt"
 SLUG = "lockstep-gpt"
-# Files with lines for the template alone or for one extra; all other files are the same everywhere.
+# Files with lines for the template alone or for one extra.
 MARKED = ("README.md", "docs/README.md", "pyproject.toml")
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table

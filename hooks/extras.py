@@ -89,7 +89,7 @@ def names_to_remove(text: str, present: set[str]) -> set[str]:
         return present
     for name in sorted(known(text, "--remove")):
         if name not in EXTRAS:
-            raise Refused(f"--remove={name} is no extra: every project has it, or none does")
+            raise Refused(f"--remove={name} is not an extra: every project has it, or none does")
         if name not in present:
             has = listed(present) or "none"
             raise Refused(f"--remove={name} is not in the project, whose extras are: {has}")

@@ -10,7 +10,7 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
                           the project needs; each set has its own environment
   lint                    only lint and types
-  format                  mend what lint can mend by itself, such as spaces and the order of imports
+  format                  fix what lint can fix by itself, such as spaces and the order of imports
   install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
   docs                    write the pages that list all settings, and draw the layers of the code
   update [TEMPLATE]       apply a later state of the template; see update --help
@@ -226,7 +226,7 @@ def run_checks(environment: Environment, checks: "dict[str, list[list[str]]]") -
             if status:
                 results[name] = "failed"
     if results.get("lint") == "failed":
-        say("`python3 scripts/dev.py format` mends most of what lint finds")
+        say("`python3 scripts/dev.py format` fixes most of what lint finds")
     say(", ".join(f"{name} {result}" for name, result in results.items()))
     return int("failed" in results.values())
 

@@ -43,7 +43,7 @@ def test_restarts_with_an_error_memory_are_rejected(of_two_ranks):
     with pytest.raises(UserError) as refused:
         of_two_ranks("powersgd")
     assert str(refused.value) == (
-        "strategy.comm_hook=powersgd keeps an error memory that no checkpoint contains; "
+        "strategy.comm_hook=powersgd accumulates an error that no checkpoint contains; "
         "set launch.max_restarts=0"
     )
     assert of_two_ranks("powersgd", "launch.max_restarts=0") == Placement("cpu", 2, 1)
@@ -69,8 +69,8 @@ def test_a_run_with_an_error_memory_resumes_only_if_forced(command):
     frozen = (command.folder / "run/config.yaml").read_bytes()
     go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
     assert command(*go_on, status=2).stderr == (
-        "lockstep-gpt train: run/checkpoints/step=000006.ckpt lacks the error memory "
-        "of powersgd; resume_force=true resets it\n"
+        "lockstep-gpt train: run/checkpoints/step=000006.ckpt lacks powersgd's "
+        "accumulated error; resume_force=true resets it\n"
     )
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     command(*go_on, "resume_force=true")

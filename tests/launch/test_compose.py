@@ -198,7 +198,7 @@ def test_a_wrong_override_is_rejected_in_one_line(argument, line):
         ("max_steps", "max_steps has no value; write NAME=VALUE, without spaces"),
         (
             "max_steps=3 seed=1",
-            "max_steps=3 seed=1 is one word with several settings; make each a word of its own",
+            "max_steps=3 seed=1 is one word with several settings; write each as its own word",
         ),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
         ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),

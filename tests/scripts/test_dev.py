@@ -455,9 +455,9 @@ def test_lint_runs_lint_and_types_and_no_tests(project):
     assert dev(project, "lint", "src")[0] == 2
 
 
-def test_format_mends_what_lint_finds(project):
+def test_format_fixes_what_lint_finds(project):
     _, _, err = dev(project, "lint", FAILING="ruff")
-    assert "`python3 scripts/dev.py format` mends most" in err.splitlines()[-2]
+    assert "`python3 scripts/dev.py format` fixes most" in err.splitlines()[-2]
     status, out, _ = dev(project, "format")
     assert (status, out.splitlines()) == (0, ["ruff check --fix", "ruff format"])
     assert dev(project, "format", FAILING="ruff")[0] == 1

@@ -259,7 +259,7 @@ def test_all_stays_all_until_one_is_removed():
         ("wram", "", "--add=wram is not one of .*; did you mean warm[?]"),
         ("", "wram", "--remove=wram is not one of .*; did you mean warm[?]"),
         ("", "warm", "--remove=warm is not in the project, whose extras are: tasks"),
-        ("", "fsdp2", "--remove=fsdp2 is no extra: every project has it, or none does"),
+        ("", "fsdp2", "--remove=fsdp2 is not an extra: every project has it, or none does"),
         ("none", "", '--add=none adds nothing; .* update --remove "tasks"'),
     ],
 )

@@ -28,7 +28,7 @@ def refuse_conflicts(config: Config) -> None:
     rule = "is too small for compile=true; set 1 or more, or compile=false"
     check("strategy.bucket_cap_mb", bucket_mb, not config.compile or bucket_mb >= 1, rule)
     fits = config.strategy.get("comm_hook") != "powersgd" or not config.launch.max_restarts
-    rule = "keeps an error memory that no checkpoint contains; set launch.max_restarts=0"
+    rule = "accumulates an error that no checkpoint contains; set launch.max_restarts=0"
     check("strategy.comm_hook", "powersgd", fits, rule)
     if config.batch.exact_micro_size is not None:
         _refuse_other_sums(config)

@@ -40,7 +40,7 @@ def refuse_too_large(config: Config, placement: Placement, batch: BatchPlan) -> 
         raise UserError(
             f"batch.micro_size={batch.micro_size} and model.block_size={batch.block_size} make "
             f"{tokens:,} tokens per micro-batch, at least {_gib(size)} for each of {ranks}, "
-            f"{present}; lower batch.micro_size, or batch.global_size without it"
+            f"{present}; lower batch.micro_size (if null: batch.global_size)"
         )
 
 

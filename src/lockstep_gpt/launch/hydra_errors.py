@@ -145,7 +145,7 @@ def mistake_in_file(file: Path | None) -> str | None:
         return None
     values = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        return "is no list of settings; write each as `NAME: VALUE`, without a dash"
+        return "is not a list of settings; write each as `NAME: VALUE`, without a dash"
     for group, value in values.items():
         if group in choices.known_groups() and not isinstance(value, dict):
             return _value_instead_of_settings(group, value)

@@ -70,7 +70,7 @@ def meet(meet_once: Callable[[], None], config: Config) -> None:
             meet_once()
             return
         except DistStoreError:
-            fault = f"a machine that had come was silent for {silence_of(config):g} s"
+            fault = f"a machine that had joined was silent for {silence_of(config):g} s"
             if time.monotonic() > limit:
                 raise RendezvousError(fault) from None
         print(f"{fault}; all machines meet again", file=sys.stderr)

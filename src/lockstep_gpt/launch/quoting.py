@@ -49,7 +49,7 @@ def unparsed_line(word: str) -> str:
     if value.endswith(","):
         return f"{word} ends with a comma; write values without spaces, as in {name}=A,B"
     if " " in word and all("=" in part for part in word.split()):
-        return f"{word} is one word with several settings; make each a word of its own"
+        return f"{word} is one word with several settings; write each as its own word"
     quoted = quote_value(word)
     try:
         OverridesParser.create().parse_override(quoted)

@@ -117,7 +117,7 @@ class RunLock:
                     raise UserError(f"{self.run} is in use by {self._user(file, part)}") from None
             except OSError as error:  # a file system without locks
                 if part == Part.COMMAND:
-                    print(f"{self.run} cannot be locked ({error.strerror}): run it once")
+                    print(f"{self.run} cannot be locked ({error.strerror}): start it only once")
                 return
             time.sleep(0.05)
 

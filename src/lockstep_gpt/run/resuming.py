@@ -203,9 +203,9 @@ def _newest_of_run(
 
 
 def _refuse_lost_memory(config: Config, path: Path) -> None:
-    """Raise a `UserError` for a run that would resume without its error memory."""
+    """Raise a `UserError` for a run that would resume without its accumulated error."""
     if config.strategy.get("comm_hook") == "powersgd":
-        raise UserError(f"{path} lacks the error memory of powersgd; resume_force=true resets it")
+        raise UserError(f"{path} lacks powersgd's accumulated error; resume_force=true resets it")
 
 
 def fitting_of(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ BREAK = {
         ),
         (
             '{"query": "a", "choices": ["b", "c"], "gold": 2}',
-            "asked.jsonl:1: gold=2 is no index of a choice; use 0 to 1",
+            "asked.jsonl:1: gold=2 is not the index of a choice; use 0 to 1",
         ),
         (
             '{"query": 1, "choices": ["b", "c"], "gold": 1}',

@@ -63,7 +63,7 @@ def test_a_system_without_shared_memory_says_so_only_if_asked(kept, directory, m
 
 def test_powersgd_has_no_state_in_memory(kept):
     _, _, state = kept("auto", TWO, strategy={"comm_hook": "powersgd"})
-    assert state.receipt_lines() == {"memory": "off: no state has the error memory of powersgd"}
+    assert state.receipt_lines() == {"memory": "off: no state has powersgd's accumulated error"}
 
 
 def test_the_state_of_a_step_knows_the_checkpoint_of_that_step(kept, directory):

@@ -76,7 +76,7 @@ def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
     if world_size % local_world_size == 0:
         return []
     line = f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={local_world_size}"
-    return [failure("launcher", line, "start equally many ranks on each node; check both")]
+    return [failure("launcher", line, "start the same number of ranks on each node; check both")]
 
 
 def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:

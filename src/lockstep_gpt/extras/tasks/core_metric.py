@@ -142,7 +142,7 @@ def _item(core: CoreTask, line: bytes, where: str) -> dict[str, Any]:
         if not is_list or not all(isinstance(choice, str) for choice in choices):
             _refuse(where, "has no list of at least 2 texts to choose from; add them")
         if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
-            _refuse(where, f"gold={gold} is no index of a choice; use 0 to {len(choices) - 1}")
+            _refuse(where, f"gold={gold} is not the index of a choice; use 0 to {len(choices) - 1}")
     return item
 
 

@@ -146,7 +146,8 @@ def _example(values: dict[str, Any], where: str) -> tuple[str, Example]:
     if isinstance(until, str):
         until = (until,)
     if kind == EXACT and not (isinstance(until, list | tuple) and until):
-        _refuse(where, f'until={_excerpt(until)} is no stop; give a text such as "\\n", or several')
+        rule = 'is not a stop; give a text such as "\\n", or several'
+        _refuse(where, f"until={_excerpt(until)} {rule}")
     for stop in until:
         _check_text("until", stop, where)
         if stop in values["target"]:
@@ -163,7 +164,7 @@ def _choice(values: dict[str, Any], where: str) -> Example:
         _check_text(f"choices[{number}]", choice, where)
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         last = len(choices) - 1
-        _refuse(where, f"answer={_excerpt(answer)} is no index of a choice; use 0 to {last}")
+        _refuse(where, f"answer={_excerpt(answer)} is not the index of a choice; use 0 to {last}")
     return Example(tuple((values["context"], choice) for choice in choices), answer, where=where)
 
 

@@ -69,7 +69,7 @@ class StateInMemory(StepCallback, Checkpoint):
             return
         if self.config.strategy.get("comm_hook") == "powersgd":
             self.writer = None
-            self.line = "off: no state has the error memory of powersgd"
+            self.line = "off: no state has powersgd's accumulated error"
             return
         if not isinstance(strategy, ShardedStates) and not layout_of(strategy).has_replicas:
             self.writer = None
