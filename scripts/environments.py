@@ -91,6 +91,8 @@ class Environment:
             say(f"installing {' '.join(names)} in {self.folder.name} ...")
         elif everything and self._holds(self._wanted(everything=False, names=names)):
             say(f"installing what tests need in {self.folder.name} (a minute, once) ...")
+        elif self._stamped()[:1] == self.fingerprints()[:1]:
+            say(f"installing what has changed in {self.folder.name} ...")
         else:
             say(f"setting up {self.folder.name} (a few minutes, once) ...")
         with PINS.open("r+b") as lock:

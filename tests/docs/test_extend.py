@@ -73,7 +73,7 @@ def ends(copy, command, python_of_forks):
 
 @pytest.mark.slow
 def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
-    assert (len(FILES), len(OF_FILES)) == (11, 11)
+    assert (len(FILES), len(OF_FILES)) == (13, 11)
     for place, content in FILES:
         (copy / place).write_text(content, encoding="utf-8")
     (command.folder / "books").mkdir()
@@ -96,6 +96,9 @@ def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
     frozen = (command.folder / "runs/characters/config.yaml").read_text()
     assert "tokenizer: lockstep_gpt.data.characters.Characters" in frozen
     assert runs["counting"]["val_loss"] < 2.2  # of ln 10 = 2.3
+    radam = (command.folder / "runs/radam/config.yaml").read_text()
+    assert "algorithm: radam" in radam
+    assert runs["radam"]["val_loss"] < 5.5  # of ln 256 = 5.55
 
 
 def test_the_page_s_changes_do_what_the_page_says(copy, command, ends):

@@ -47,7 +47,11 @@ def test_the_page_is_current_else_run_its_script():
     # Whoever deletes an extra by hand may leave its section.
     absent = tuple(f"## Extra `{name}`" for name in {*CATALOG} - {*installed()})
     current = "\n".join(part for part in parts if not part.startswith(absent))
-    assert made.stdout == current, "`python3 scripts/dev.py docs` writes it"
+    expected = made.stdout
+    for line in set(re.findall(r"^- \[`experiment=.+\n", expected, flags=re.MULTILINE)):
+        if line not in current:  # writing a recipe is everyday work, and breaks no test
+            expected = expected.replace(line, "")
+    assert expected == current, "`python3 scripts/dev.py docs` writes it"
 
 
 def test_every_setting_is_read_somewhere():

@@ -30,12 +30,12 @@ from lockstep_gpt.whole_files import sync_folder
 logger = logging.getLogger(__name__)
 
 
-def prepare(config: DataConfig, verify: bool = False) -> Path:
+def prepare(config: DataConfig, verify: bool = False, tell: bool = False) -> Path:
     """Return the folder with the token files of `config`; build it first if it doesn't exist.
 
     Checks the sizes of a finished folder's files and, with `verify`, their content. Doesn't open
-    the corpus if `data.fingerprint` names an existing folder. Raises a `UserError` for anything
-    that cannot be read, written, or trusted.
+    the corpus if `data.fingerprint` names an existing folder. With `tell`, also logs that it has
+    found a folder. Raises a `UserError` for anything that cannot be read, written, or trusted.
     """
     started = time.perf_counter()
     is_new = False
@@ -52,11 +52,11 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
                 "folder that you may write, on a disk with space"
             ) from error
     folder = opened(config)
-    if is_new or verify:
+    if is_new or verify or tell:
         index = shards.load_index(folder)
         if verify:
             shards.check_content(folder, index)
-        verb = "prepared" if is_new else "verified"
+        verb = "prepared" if is_new else "verified" if verify else "found"
         seconds = time.perf_counter() - started
         logger.info("%s %s in %.1f s", verb, describe(folder, index), seconds)
     return folder

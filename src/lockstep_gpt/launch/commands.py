@@ -69,7 +69,7 @@ def prepare(arguments: list[str]) -> int:
     def job(composed: DictConfig) -> tuple[int, float]:
         _, config = compose.resolve_config(composed)
         logging.getLogger().setLevel(LEVELS[config.verbosity])
-        start.prepare_data(config, "--verify" in arguments)
+        start.prepare_data(config, "--verify" in arguments, tell=True)
         return 0, math.nan
 
     return _run_jobs("prepare", [word for word in arguments if word != "--verify"], job)

@@ -248,14 +248,14 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
     return placement, batch
 
 
-def prepare_data(config: Config, verify: bool = False) -> str | None:
+def prepare_data(config: Config, verify: bool = False, tell: bool = False) -> str | None:
     """Prepare the data before any rank starts: its errors are reported here, once.
 
     Returns the fingerprint of its tokens; None if a LightningDataModule makes the batches.
     """
     if isinstance(config.data, DataModuleConfig):
         return None
-    folder = data_prepare.prepare(config.data, verify)
+    folder = data_prepare.prepare(config.data, verify, tell)
     index = shards.load_index(folder)
     shards.check_block_size(index, config.model.block_size)
     if config.test and "test" not in index.splits:
