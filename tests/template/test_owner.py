@@ -153,7 +153,7 @@ def follow(project):
         lines = difference.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
         change(project / name, old, new)
-    assert (len(files), len(changes)) == (12, 2)
+    assert (len(files), len(changes)) == (14, 2)
 
 
 @pytest.mark.slow
