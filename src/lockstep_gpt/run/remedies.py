@@ -93,7 +93,21 @@ def name_unused_parameters(_text: str, scene: Scene) -> str:
     return f"use every parameter in the loss{which}, or set strategy.find_unused_parameters=true"
 
 
+def name_logged_metrics(text: str, _scene: Scene) -> str:
+    """Name the metrics that Lightning lists in its message, and the one that is not among them."""
+    wanted = re.search(r"(?:monitor=|on metric )['`]([^'`]+)", text)
+    listed = re.search(r"(?:metrics: \[|following: )([^\]\n]+)", text)
+    name = wanted[1] if wanted else "its monitor"
+    logged = ", ".join(re.findall(r"[\w/.-]+", listed[1])) if listed else "those in metrics.csv"
+    return f"replace {name} with one of {logged}; or log it before the callback needs it"
+
+
 ENTRIES = [
+    Entry(
+        r"could not find the monitored key|Early stopping conditioned on metric",
+        "a callback monitors a metric that nothing logs",
+        name_logged_metrics,
+    ),
     Entry(
         r"CUDA out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
         "one micro-batch needs more memory than a device has",
