@@ -30,14 +30,15 @@ def _end_of(log: Path) -> str:
 
 
 def _places_of_waiting(logs: dict[int, str]) -> str:
-    """Return a line with the place of each rank that waited for others in vain, if any did."""
-    places = []
+    """Return a line with the places where ranks waited for others in vain, if any did."""
+    ranks_at: dict[str, list[int]] = {}
     for rank, log in logs.items():
         frames = [*filter(None, map(FRAME.match, log.splitlines()))]
         if frames and re.search(remedies.COLLECTIVE_TIMEOUT, log):
             file, line, function = frames[-1].groups()
-            places.append(f"rank {rank} waited at {file}:{line}, in {function}")
-    if not places:
+            ranks_at.setdefault(f"{file}:{line}, in {function}", []).append(rank)
+    if not ranks_at:
         return ""
+    places = [f"rank {', '.join(map(str, ranks))} at {place}" for place, ranks in ranks_at.items()]
     # A wrong collective may be answered by the others' next one, and only a later one waits.
-    return f"\nwhere   {'; '.join(places)}; the cause is there or before"
+    return f"\nwhere   waited in vain: {'; '.join(places)}; the cause is there or before"
