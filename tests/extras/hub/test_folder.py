@@ -17,7 +17,11 @@ from lockstep_gpt.extras.hub import folder as module
 from lockstep_gpt.extras.hub.card import MARK
 from lockstep_gpt.extras.hub.folder import export, main
 from lockstep_gpt.optional import install_command
-from lockstep_gpt.run.checkpoint import read_checkpoint, remove_checkpoint, write_checkpoint
+from lockstep_gpt.run.checkpoint import (
+    read_checkpoint,
+    remove_checkpoint,
+    write_checkpoint,
+)
 from lockstep_gpt.run.trained_model import load_model
 
 
