@@ -304,8 +304,21 @@ def test_a_finished_run_is_not_changed_by_a_resume(finished, command, again):
     before = content(command.folder / "run")
     data = (f"data.root={command.data_root}",) if again else ()
     stdout = command("train", *again, *data, "run_dir=run", "resume=auto").stdout
-    assert stdout == "run is done; raise max_steps to train it longer\n"
+    assert stdout.startswith("run is done after step 20 of 20; to train it longer: ")
+    assert stdout.count("train run_dir=run resume=auto max_steps=40; to evaluate it: ") == 1
+    assert stdout.endswith(" evaluate run\n")
+    assert stdout.count("\n") == 1
     assert content(command.folder / "run") == before
+
+
+def test_a_new_run_from_a_checkpoint_that_has_all_its_steps_is_refused(finished, command):
+    last = finished[0].folder / "runs/first/checkpoints/step=000020.ckpt"
+    for steps, longer in ((20, 40), (15, 30)):
+        words = (f"resume={last}", f"max_steps={steps}", "run_dir=run")
+        stderr = command.train(*words, status=2).stderr
+        assert f"is after step 20, but this run ends after step {steps}; " in stderr
+        assert f"set max_steps={longer}; for a new run with its weights, set resume=none" in stderr
+        assert not (command.folder / "run").exists()
 
 
 @pytest.mark.usefixtures("quick_ranks")

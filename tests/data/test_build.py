@@ -117,7 +117,7 @@ def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = prepare(corpus(invalid_utf8="skip"))
     assert load_index(folder).invalid_documents == 1
-    assert "25 documents (1 not UTF-8: data.invalid_utf8=skip)" in caplog.text
+    assert "25 documents (1 not UTF-8: data.invalid_utf8=skip; fail says where)" in caplog.text
 
 
 def test_settings_that_decide_the_tokens_give_another_folder(corpus):

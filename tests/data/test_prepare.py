@@ -125,7 +125,7 @@ def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = prepare(corpus())
     assert load_index(folder).invalid_documents == 1
-    assert "26 documents (1 not UTF-8: data.invalid_utf8=replace)" in caplog.text
+    assert "26 documents (1 not UTF-8: data.invalid_utf8=replace; fail says where)" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["longer", "as long", "another file", "one less"])

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from lockstep_gpt.data.tokenizer import (
     ByteTokenizer,
+    GrowingText,
+    NumberTokenizer,
     find_cut,
     find_sure_cut,
     printable,
@@ -115,3 +117,18 @@ def test_printable_text_replaces_only_control_characters(text):
 
 def test_a_control_character_is_shown_by_its_number():
     assert printable("a\x1b[31m\r\x9b\tb\n") == "a\\x1b[31m\\x0d\\x9b\tb\n"
+
+
+@given(st.lists(st.integers(1, 255), min_size=1, max_size=20))
+def test_texts_of_growing_tokens_add_up_to_the_text_of_all(ids):
+    for tokenizer in (ByteTokenizer(), NumberTokenizer(256)):  # the latter joins words by spaces
+        growing = GrowingText(tokenizer)
+        pieces = [growing.add([token]) for token in ids]
+        assert "".join([*pieces, growing.end()]) == tokenizer.decode(ids)
+
+
+def test_a_character_is_shown_when_it_is_whole():
+    growing = GrowingText(ByteTokenizer())
+    ids = [*"a\u20ac".encode(), 0xE2, 0x82]
+    assert [growing.add([token]) for token in ids] == ["a", "", "", "\u20ac", "", ""]
+    assert growing.end() == "\ufffd"

@@ -1,12 +1,9 @@
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lockstep_gpt import cli
-from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.inference.generate import main, new_texts
+from lockstep_gpt.inference.generate import main
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +29,6 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(text):
 
 def test_the_prompt_is_continued(text):
     assert text(prompt="größer (\u201ca\u201d)", length=5).startswith("größer (\u201ca\u201d)")
-
-
-def heads(ids):
-    return [torch.tensor(ids[:end]) for end in range(1, len(ids) + 1)]
-
-
-@given(st.lists(st.integers(1, 255), min_size=1, max_size=20))
-def test_texts_of_growing_tokens_add_up_to_the_text_of_all(ids):
-    for tokenizer in (ByteTokenizer(), NumberTokenizer(256)):
-        assert "".join(new_texts(heads(ids), tokenizer)) == tokenizer.decode(ids)
-
-
-def test_a_character_is_shown_when_it_is_whole():
-    ids = [*"a\u20ac".encode(), 0xE2, 0x82]
-    texts = ["a", "", "", "\u20ac", "", "", "\ufffd"]
-    assert list(new_texts(heads(ids), ByteTokenizer())) == texts
 
 
 def test_temperature_zero_has_one_answer(text):

@@ -132,6 +132,26 @@ def test_a_callback_may_monitor_a_metric_of_the_user_s_named_like_ours(caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(
+    ("monitor", "near"), [("val/los", "val/loss"), ("loss", "val/loss"), ("tokens", None)]
+)
+def test_a_metric_with_nearly_the_name_of_ours_is_asked_about(monitor, near, caplog):
+    best = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "monitor": monitor}
+    refuse_what_cannot_work(SimpleNamespace(callbacks={"best": best}))
+    expected = f"callbacks.best.monitor={monitor}: ours is {near}; unless" if near else ""
+    assert caplog.text.count("ours is") == (near is not None)
+    assert expected in caplog.text
+
+
+def test_early_stopping_without_a_metric_is_answered_before_ranks_start(capsys):
+    target = "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
+    assert cli.main(["train", "experiment=smoke", target]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"{PROGRAM} train: callbacks.stop: Lightning's EarlyStopping lacks a metric; set "
+        "+callbacks.stop.monitor=val/loss, or another one: train/loss, val/loss, "
+    )
+
+
 def test_nanogpt_s_options_of_generate_are_answered_with_ours(capsys):
     words = ["--num_samples=3", "--max_new_tokens=100", "--start=The", "--temperature=0.7"]
     assert cli.main(["generate", "run", *words]) == 2

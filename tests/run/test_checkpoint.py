@@ -176,8 +176,23 @@ def test_a_checkpoint_without_a_readable_checksum_is_skipped(tmp_path, sum_text)
         sum_path(path).unlink()
     else:
         sum_path(path).write_bytes(sum_text.encode("latin-1"))
-    assert fault_of(path) == "has no SHA-256 file next to it"
+    assert fault_of(path).startswith("has no SHA-256 file next to it; copy step=000001.ckpt.sha256")
     assert newest_valid(tmp_path) is None
+
+
+def test_the_command_for_a_lost_checksum_makes_the_checkpoint_valid(tmp_path):
+    path = save(checkpoint_path(tmp_path / "my run", 1))
+    sum_path(path).unlink()
+    command = fault_of(path).partition("intact: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert fault_of(path) is None
+
+
+def test_a_file_that_is_no_checkpoint_is_named_as_such(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("trainer/step,train/loss\n")
+    with pytest.raises(UserError, match=r"metrics\.csv is not a checkpoint; give a run"):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("writer", ["torch", "pickle"])

@@ -222,7 +222,9 @@ def test_weights_that_are_not_finite_are_refused_by_every_command(change, comman
 @pytest.mark.parametrize("name", ["samples", "optimizer_states"])
 def test_a_checkpoint_that_lacks_parts_is_refused_by_its_name(change, run, command, name):
     change(lambda content: content.pop(name))
-    words = command.smoke(f"resume={run / LAST}", "run_dir=new", "launch.inline=true")
+    words = command.smoke(
+        f"resume={run / LAST}", "run_dir=new", "launch.inline=true", "max_steps=30"
+    )
     assert f"step=000020.ckpt lacks {name}; move it" in refusal(command, words)
     if name == "optimizer_states":
         assert "has 1 checkpoint, but none is valid" in refusal(command, LONGER)

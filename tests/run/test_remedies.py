@@ -33,6 +33,11 @@ class Differ(lightning.Callback):
     def setup(self, trainer, module, stage):
         module.model.spare = torch.nn.Linear(3, 3 + trainer.global_rank)
 
+class Alone(lightning.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.is_global_zero and trainer.global_step == 3:
+            trainer.strategy.barrier()
+
 class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -117,6 +122,26 @@ def test_models_that_ddp_cannot_average_are_explained(broken, name, cause, remed
     assert re.search(remedy, second)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_metric_that_nothing_logs_is_answered_with_those_that_are_logged(command, kind):
+    target = f"+callbacks.own._target_=lightning.pytorch.callbacks.{kind}"
+    words = (target, "+callbacks.own.monitor=val/accuracy", "launch.inline=true", "run_dir=run")
+    line = command.train(*words, status=1).stderr.splitlines()[-1]
+    assert "a callback monitors a metric that nothing logs; replace val/accuracy with one" in line
+    assert {"train/loss", "val/loss"} <= {*re.split("[ ,;]+", line)}
+
+
+def test_a_barrier_on_rank_0_alone_is_shown_with_where_each_rank_waited(broken):
+    settings = ("strategy.timeout_seconds=5", "launch.max_restarts=0")
+    output = broken("Alone", "trainer=cpu", "trainer.devices=2", *settings)
+    cause, _, where = output.splitlines()[-4:-1]
+    assert "such as a barrier below `if trainer.is_global_zero`" in cause
+    # The barrier may be answered by rank 1's next all-reduce, so the place may be a later one.
+    place = r"rank \d at \S+\.py:\d+, in \w+; "
+    assert re.fullmatch(rf"where   waited in vain: ({place})+the cause is there or before", where)
+
+
 def test_a_kill_from_outside_is_explained_after_the_last_restart(broken):
     output = broken("Kill", "launch.max_restarts=0")
     cause, remedy, line = output.splitlines()[-3:]
@@ -153,6 +178,7 @@ def test_cause_and_remedy_fit_on_one_line(composed):
 
 def test_every_failure_of_the_table_is_among_the_tested():
     provoked = ["can't allocate memory", "SemLock", "did not receive grad", "EADDRINUSE"]
+    provoked.append("could not find the monitored key")
     tested = [*RECORDED, *provoked]
     known = [any(re.search(entry.pattern, text) for text in tested) for entry in remedies.ENTRIES]
     assert all(known)

@@ -180,7 +180,8 @@ def describe(folder: Path, index: Index) -> str:
         text = f": {counted(count, 'document')}"
         if index.invalid_documents:
             policy = index.settings.get("invalid_utf8", "replace")
-            text += f" ({index.invalid_documents} not UTF-8: data.invalid_utf8={policy})"
+            rule = f"data.invalid_utf8={policy}; fail says where"
+            text += f" ({index.invalid_documents} not UTF-8: {rule})"
         size = sum(split.text_bytes for split in index.splits.values()) / 1e6
         if size:  # unknown of tokens made elsewhere
             text += f", {size:.1f} MB"

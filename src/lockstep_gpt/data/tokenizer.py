@@ -137,6 +137,32 @@ class NumberTokenizer:
         return {"kind": self.kind, "vocab_size": self.vocab_size}
 
 
+class GrowingText:
+    """The text of tokens that come one after another, in whole characters.
+
+    Each time, all tokens are decoded: some tokenizers put spaces between the words of a list.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self._shown = 0  # characters that were returned
+
+    def add(self, ids: Iterable[int]) -> str:
+        """Return what `ids` add to the text; bytes of an incomplete character are held back."""
+        self.ids += ids
+        return self._rest_of(self.tokenizer.decode(self.ids).rstrip(INCOMPLETE))
+
+    def end(self) -> str:
+        """Return the rest, in which a character that was not completed is U+FFFD."""
+        return self._rest_of(self.tokenizer.decode(self.ids))
+
+    def _rest_of(self, text: str) -> str:
+        rest = text[self._shown :]
+        self._shown = len(text)
+        return rest
+
+
 def printable(text: str) -> str:
     """Return `text` with its control characters escaped, because a terminal would obey them."""
     return CONTROL.sub(_escaped, text)

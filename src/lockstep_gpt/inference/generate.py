@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from lockstep_gpt.data.tokenizer import INCOMPLETE, Tokenizer, printable
+from lockstep_gpt.data.tokenizer import GrowingText, printable
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.trained_model import load_for_inference, parser_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # nanoGPT's options -> what to do here instead; docs/lightning.md shows them, too.
 OTHER_NAMES = {
@@ -45,28 +40,16 @@ def main(arguments: list[str]) -> int:
     prompt = torch.tensor(tokenizer.encode(options.prompt).astype("int64"), device=device)
     source = torch.Generator(device).manual_seed(options.seed)
 
-    def growing() -> Iterator[Tensor]:
-        tokens = prompt[None]
-        for _ in range(options.length):
-            tokens = model.generate(tokens, 1, options.temperature, options.top_k, source)
-            yield tokens[0]
-
     is_terminal = sys.stdout.isatty()
-    for text in new_texts(growing(), tokenizer):
+
+    def show(text: str) -> None:
         print(printable(text) if is_terminal else text, end="", flush=True)
+
+    tokens = prompt[None]
+    growing = GrowingText(tokenizer)
+    for _ in range(options.length):
+        tokens = model.generate(tokens, 1, options.temperature, options.top_k, source)
+        show(growing.add(tokens[0, len(growing.ids) :].tolist()))
+    show(growing.end())
     print()
     return 0
-
-
-def new_texts(growing: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield what each of the `growing` token sequences, (T,), adds to the text of the one before.
-
-    The last characters are held back until their bytes are complete, or until the end.
-    """
-    shown = text = ""
-    for tokens in growing:
-        text = tokenizer.decode(tokens.tolist())
-        complete = text.rstrip(INCOMPLETE)
-        yield complete[len(shown) :]
-        shown = complete
-    yield text[len(shown) :]

@@ -35,7 +35,7 @@ from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.launch.torch_build import refuse_missing
 from lockstep_gpt.python_patches import run_exit_handlers
-from lockstep_gpt.run import last_line, remedies
+from lockstep_gpt.run import deaths, last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
 
@@ -278,7 +278,7 @@ class RankAgent(LocalElasticAgent):
         deliberate = [ending.code for ending in self._ended.values() if ending.is_deliberate]
         if deliberate:
             return deliberate[0]
-        explanation = remedies.explain_deaths(self._run, self._config, self._ended)
+        explanation = deaths.explain_deaths(self._run, self._config, self._ended)
         if explanation:
             print(explanation, file=sys.stderr)
         cause = describe_endings(self._ended)

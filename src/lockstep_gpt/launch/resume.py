@@ -42,6 +42,7 @@ from lockstep_gpt.launch.resumed_choices import (
     typed_choices,
 )
 from lockstep_gpt.run import directory as runs
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -180,7 +181,7 @@ def resume(
     is_forced = sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
-            print(f"{run.path} is done; raise max_steps to train it longer")
+            print(last_line.of_done(run, steps, schedule.longer_budget(config, times=2)))
         return 0
     usable_files.refuse_unusable(run)
     if not config.resume_force:

@@ -246,12 +246,10 @@ def _read(path: Path, map_location: Any, whole: bool) -> dict[str, Any]:
 
 
 def _refusal(path: Path, fault: CheckpointError) -> UserError:
-    remedy = "use another one from the same folder"
+    remedy = "; use another one from the same folder"
     if path.is_file() and not sum_path(path).exists():
-        remedy = (
-            f"give a checkpoint of a run; if this is a copy of one, copy {path.name}.sha256, too"
-        )
-    return UserError(f"checkpoint {path} {fault}; {remedy}")
+        remedy = ""  # the fault has one
+    return UserError(f"checkpoint {path} {fault}{remedy}")
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:

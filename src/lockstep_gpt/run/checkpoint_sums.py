@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from zipfile import is_zipfile
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint_content import CheckpointError, load_content
@@ -122,6 +124,19 @@ def verify(path: Path) -> VerifiedCheckpoint:
         raise CheckpointError(f"cannot be read: {error.strerror}") from None
 
 
+def _fault_without_sum(path: Path) -> str:
+    """Return the fault of a file without a valid checksum file, and what to do."""
+    if not is_zipfile(path):
+        return "is not a checkpoint; give a run directory, or a file step=N.ckpt in its checkpoints"
+    parts = sorted(part.name for part in path.parent.glob(f"{path.stem}.*.part"))
+    folder = shlex.quote(str(path.parent))
+    command = f"sha256sum {shlex.join([path.name, *parts])} > {shlex.quote(sum_path(path).name)}"
+    return (
+        f"has no SHA-256 file next to it; copy {sum_path(path).name}, too, or if you are sure that "
+        f"the file is intact: cd {folder} && {command}"
+    )
+
+
 def _verify_files(path: Path) -> VerifiedCheckpoint:
     if path.is_dir():
         raise CheckpointError("is a folder")
@@ -129,7 +144,7 @@ def _verify_files(path: Path) -> VerifiedCheckpoint:
         raise CheckpointError("is missing")
     sums = _sums(path)
     if path.name not in sums:
-        raise CheckpointError("has no SHA-256 file next to it")
+        raise CheckpointError(_fault_without_sum(path))
     marks = []
     for name, digest in sums.items():
         file = path.with_name(name)

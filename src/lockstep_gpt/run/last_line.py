@@ -78,6 +78,25 @@ def resume_command(run: RunDirectory, node_rank: int = 0) -> str:
     return " ".join(words)
 
 
+def of_done(run: RunDirectory, steps: int, longer: str) -> str:
+    """Return the only line of a command that resumes a run that is done.
+
+    Args:
+        run: has trained all its steps.
+        steps: their number.
+        longer: the setting that makes it longer, as typed.
+    """
+    return (
+        f"{run.path} is done after step {steps} of {steps}; to train it longer: "
+        f"{resume_command(run)} {longer}; to evaluate it: {evaluate_command(run.path)}"
+    )
+
+
+def evaluate_command(path: Path) -> str:
+    """Return what to type in this folder to evaluate a run or a checkpoint."""
+    return f"{invocation()} evaluate {shlex.quote(str(path))}"
+
+
 def _on_other_machines(run: RunDirectory) -> str:
     """Return where else the command must run, as the end of a phrase."""
     nodes = 1

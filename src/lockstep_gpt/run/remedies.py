@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.exits import Ending
-from lockstep_gpt.run.directory import RunDirectory
 
+COLLECTIVE_TIMEOUT = r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog"
 MOST_NAMES = 8  # of unused parameters in a remedy
-TAIL = 20_000  # characters at the end of a log that may say why a process died
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,21 @@ def name_unused_parameters(_text: str, scene: Scene) -> str:
     return f"use every parameter in the loss{which}, or set strategy.find_unused_parameters=true"
 
 
+def name_logged_metrics(text: str, _scene: Scene) -> str:
+    """Name the metrics that Lightning lists in its message, and the one that is not among them."""
+    wanted = re.search(r"(?:monitor=|on metric )['`]([^'`]+)", text)
+    listed = re.search(r"(?:metrics: \[|following: )([^\]\n]+)", text)
+    name = wanted[1] if wanted else "its monitor"
+    logged = ", ".join(re.findall(r"[\w/.-]+", listed[1])) if listed else "those in metrics.csv"
+    return f"replace {name} with one of {logged}; or log it before the callback needs it"
+
+
 ENTRIES = [
+    Entry(
+        r"could not find the monitored key|Early stopping conditioned on metric",
+        "a callback monitors a metric that nothing logs",
+        name_logged_metrics,
+    ),
     Entry(
         r"CUDA out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
         "one micro-batch needs more memory than a device has",
@@ -168,8 +180,9 @@ ENTRIES = [
         "turns off InfiniBand. All ranks need the same GPU model, driver, and NCCL",
     ),
     Entry(
-        r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog",
-        "a rank joined an all-reduce late or never: it hung, or died on another machine",
+        COLLECTIVE_TIMEOUT,
+        "a rank joined an all-reduce late or never: it hung, died on another machine, or was in "
+        "code that only some ranks run, such as a barrier below `if trainer.is_global_zero`",
         "see the other ranks' files in ranks/: the rank without this error is the slow one. "
         "guard.stall_after=60 shows where each rank is; strategy.timeout_seconds sets the wait",
     ),
@@ -244,21 +257,9 @@ def in_one_line(explanation: str) -> str:
     return re.sub(r"^(cause|remedy) +", "", explanation, flags=re.MULTILINE).replace("\n", "; ")
 
 
-def explain_deaths(run: RunDirectory, config: Config, ended: dict[int, Ending]) -> str:
-    """Return cause and remedy from the ended ranks' logs, or from the signals that ended them."""
-    scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
-    for rank, ending in ended.items():
-        path = run.log if rank == 0 else run.rank_log(rank)
-        log = path.read_text(errors="replace") if path.is_file() else ""
-        explanation = explain_death(ending.killed_by, log, scene)
-        if explanation:
-            return explanation
-    return ""
-
-
 def explain_death(signum: int, log: str, scene: Scene) -> str:
     """Return cause and remedy from the log, else from the signal (0 if there was none)."""
-    explanation = explain(log[-TAIL:], scene)
+    explanation = explain(log, scene)
     if not explanation and signum in SIGNALS:
         return _lines(SIGNALS[signum], log, scene)
     return explanation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lockstep_gpt import PROGRAM, catalog
 from lockstep_gpt.config import Config, from_container
@@ -24,6 +24,7 @@ from lockstep_gpt.run.source_code import changes_since
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 # What a model needs, and what a configuration requires.
@@ -67,14 +68,19 @@ def parser_of(command: str, description: str) -> OneLineParser:
 
 
 def load_named_model(source: Path, is_plain: bool = False) -> tuple[Path, GPT, Config, Tokenizer]:
-    """Return the checkpoint at `source`, or that run's newest, and what `load_model` returns.
+    """Return the checkpoint at `source`, or that run's newest, and what `load_model` returns."""
+    return with_newest(source, lambda path: (path, *load_model(path, is_plain)))
+
+
+def with_newest(source: Path, read: Callable[[Path], Result]) -> Result:
+    """Return what `read` makes of the checkpoint at `source`, or of that run's newest.
 
     A run that is training may replace its newest checkpoint before it is read; then, the next is.
     """
     while True:
         checkpoint = find_checkpoint(source)
         try:
-            return checkpoint, *load_model(checkpoint, is_plain)
+            return read(checkpoint)
         except (UserError, FileNotFoundError):
             if checkpoint.exists():
                 raise

@@ -6,10 +6,28 @@ from typing import Any
 
 from lightning import Trainer
 
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import InSummary
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.last_line import evaluate_command
 from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
+from lockstep_gpt.training.schedule import longer_budget
+
+
+def refuse_finished(config: Config, checkpoint: VerifiedCheckpoint, steps: int) -> None:
+    """Raise a `UserError` if a new run of `steps` steps has nothing to train after `checkpoint`."""
+    if checkpoint.step < steps:
+        return
+    path = checkpoint.path
+    longer = longer_budget(config, times=checkpoint.step // steps + 1)
+    raise UserError(
+        f"resume={path} is after step {checkpoint.step}, but this run ends after step {steps}; to "
+        f"train it longer, set {longer}; for a new run with its weights, set "
+        f"resume=none model.init_from={path}; to evaluate it: {evaluate_command(path)}"
+    )
 
 
 def status_of(trainer: Trainer) -> str:
@@ -61,7 +79,7 @@ def last_lines(
     generate = f"{invocation()} generate {run_dir}"
     if prompt:
         generate += f" --prompt {shlex.quote(prompt)}"
-    commands = [generate, f"{invocation()} evaluate {run_dir}"]
+    commands = [generate, evaluate_command(directory.path)]
     for run in tracked_runs(trainer.loggers):
         commands += run.next_commands() or []  # None from a tracker that failed
     next_commands = "\n".join(f"  {command}" for command in commands)

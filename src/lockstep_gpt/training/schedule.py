@@ -143,6 +143,12 @@ def plan_steps(config: Config, batch: BatchPlan) -> int:
     return _steps(config.max_steps, config.max_tokens, batch)
 
 
+def longer_budget(config: Config, times: int) -> str:
+    """Return the setting, as typed, that makes a run so many times as long."""
+    budget = "max_steps" if config.max_steps is not None else "max_tokens"
+    return f"{budget}={times * getattr(config, budget)}"
+
+
 def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
     """Turn budgets in steps or tokens into a run's schedule; reject a warmup as long as the run.
 

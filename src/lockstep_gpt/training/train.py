@@ -178,6 +178,8 @@ def weights_to_begin_with(
     """Return what to resume from; without it, load initial weights, if the model has a source."""
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module, writer)
+    if isinstance(resume, VerifiedCheckpoint) and resume.path.parent != directory.checkpoints:
+        ending.refuse_finished(config, resume, module.schedule.total_steps)
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, module.tokenizer)
     return resume

@@ -95,7 +95,7 @@ def test_a_link_that_leads_nowhere_is_named_whatever_it_may_have_been(folder):
     with pytest.raises(UserError, match=r"more of the corpus is a link to .*unmounted, which"):
         _ = JsonLines(path=str(folder)).files
     (folder / "more").rename(folder / ".more")
-    with pytest.raises(UserError, match="matches no file"):
+    with pytest.raises(UserError, match=r"has 2 files, .* but none matches"):
         _ = JsonLines(path=str(folder)).files
 
 
@@ -188,13 +188,13 @@ def test_a_byte_order_mark_is_no_part_of_json_lines(tmp_path):
 @pytest.mark.parametrize("value", ["0", "false", "[]", "{}", "1", "true", '["text"]'])
 def test_a_value_that_is_no_text_is_not_dropped(tmp_path, value):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{{"text": {value}}}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl of the corpus has the line .*not a JSON object"):
+    with pytest.raises(UserError, match=r"a\.jsonl of the corpus, line 2: .*not a JSON object"):
         texts(JsonLines(path=str(tmp_path)))
 
 
 def test_json_that_is_nested_too_deeply_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000)
-    with pytest.raises(UserError, match=r"a\.jsonl of the corpus has the line b'\{\"text\": \["):
+    with pytest.raises(UserError, match=r"a\.jsonl of the corpus, line 1: b'\{\"text\": \["):
         texts(JsonLines(path=str(tmp_path)))
 
 

@@ -10,6 +10,8 @@ import pytest
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources import file_documents as module
+from lockstep_gpt.data.sources.jsonl import JsonLines
+from lockstep_gpt.data.sources.parquet import ParquetFiles
 from lockstep_gpt.data.sources.source import Position, split_of_name, splits_of_texts
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.errors import UserError
@@ -200,6 +202,23 @@ def test_a_path_that_is_wrong_is_one_clear_line_with_its_setting(tmp_path, door,
     with pytest.raises(UserError, match=line.format(door)) as caught:
         Text(**{"path": str(many(tmp_path)), door: value}).identity()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "remedy"),
+    [
+        (ParquetFiles, "a.txt", "set data=text, which reads *.txt"),
+        (JsonLines, "a.parquet", "set data=parquet, which reads *.parquet"),
+        (JsonLines, "a.xyz", "give another folder, or a glob that names the files"),
+    ],
+)
+def test_a_folder_of_another_kind_is_answered_with_what_it_has(tmp_path, kind, name, remedy):
+    write(tmp_path, {name: "text"})
+    with pytest.raises(UserError) as caught:
+        kind(path=str(tmp_path)).identity()
+    start = f"data.path={tmp_path} has 1 file, such as {tmp_path / name}, but none matches "
+    assert str(caught.value).startswith(start)
+    assert str(caught.value).endswith(remedy)
 
 
 def test_files_with_a_split_of_their_own_do_not_make_few_files_many(tmp_path):

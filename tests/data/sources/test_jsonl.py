@@ -47,9 +47,26 @@ def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path):
 def test_a_line_without_the_field_is_shown_with_its_file(tmp_path, line):
     write(tmp_path, {"a.jsonl": f'{{"text": "x"}}\n{line}\n'})
     quoted = re.escape(repr(line.encode()))
-    with pytest.raises(
-        UserError, match=rf"a\.jsonl of the corpus has the line {quoted}.*field=text"
-    ):
+    place = rf"a\.jsonl of the corpus, line 2: {quoted} is not"
+    with pytest.raises(UserError, match=rf"{place}.*name another data\.field"):
+        texts(json_lines(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "pack"), PACKED.items())
+def test_the_number_of_a_wrong_line_is_that_of_an_editor(tmp_path, name, pack):
+    lines = [f'{{"text": "{number}"}}'.encode() for number in range(300_000)]  # several blocks
+    lines[250_000] = b'{"text": "a" "b\xe9"}'
+    lines[7] = lines[9] = b""
+    content = b"\xef\xbb\xbf" + b"\r\n".join(lines)
+    write(tmp_path, {name.replace("txt", "jsonl"): pack(content)})
+    with pytest.raises(UserError, match=r", line 250,001: .* \(Expecting ',' delimiter, at charac"):
+        texts(json_lines(tmp_path))
+
+
+def test_an_array_of_objects_is_answered_with_the_command_that_writes_lines(tmp_path):
+    write(tmp_path, {"a.json": '[\n{"text": "x"},\n{"text": "y"}\n]\n'})
+    path = tmp_path / "a.json"
+    with pytest.raises(UserError, match=rf"jq -c '\.\[\]' {path} > {path}l, then set data\.path="):
         texts(json_lines(tmp_path))
 
 

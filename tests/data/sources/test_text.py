@@ -1,5 +1,6 @@
 import gzip
 import re
+import subprocess
 import uuid
 
 import fsspec
@@ -234,5 +235,31 @@ def test_invalid_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, poli
 @pytest.mark.parametrize("by_line", [False, True])
 def test_invalid_utf8_fails_with_the_file_s_name_if_set(tmp_path, by_line):
     source = (lines if by_line else corpus)(write(tmp_path, {"a": BAD}), invalid_utf8="fail")
-    with pytest.raises(UserError, match=r"/a of the corpus is not UTF-8; .*data\.invalid_utf8"):
+    with pytest.raises(UserError, match=r"/a of the corpus is not UTF-8: .*data\.invalid_utf8"):
         texts(source)
+
+
+@pytest.mark.parametrize("by_line", [False, True])
+def test_the_place_of_a_byte_that_is_not_utf8_is_counted_from_the_file_s_start(tmp_path, by_line):
+    text = b"some words\n" * 600_000 + "caf\u00e9".encode("latin-1")  # several pieces
+    source = (lines if by_line else corpus)(write(tmp_path, {"a": text}), invalid_utf8="fail")
+    with pytest.raises(UserError, match=rf"byte {len(text) - 1:,} is 0xE9; convert it .*iconv"):
+        texts(source)
+
+
+def test_the_command_that_converts_a_file_makes_it_readable(tmp_path):
+    source = corpus(write(tmp_path, {"a b": "caf\u00e9".encode("latin-1")}), invalid_utf8="fail")
+    with pytest.raises(UserError) as caught:
+        texts(source)
+    command = str(caught.value).partition("Latin-1: ")[2].partition("; or ")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert b"".join(texts(corpus(tmp_path, invalid_utf8="fail"))) == "caf\u00e9".encode()
+
+
+def test_line_ends_of_windows_are_told_once_and_only_where_they_are_kept(tmp_path, caplog):
+    path = write(tmp_path, {"a": b"one\r\ntwo\r\n", "b": b"three\r\n"})
+    texts(lines(path))
+    assert caplog.text == ""
+    texts(corpus(path))
+    texts(corpus(path))
+    assert caplog.text.count(f"data.path={path} has lines that end in CRLF") == 1

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.chat.answering import CHUNK, Answer, Answering, stream
 from lockstep_gpt.extras.chat.sampling import Sampling
@@ -247,6 +247,10 @@ def test_text_comes_in_whole_characters(text):
     pieces = spoken(text)
     assert "".join(pieces) == text
     assert all(piece in ("", *text) for piece in pieces)
+
+
+def test_words_that_a_tokenizer_joins_by_spaces_keep_them():
+    assert "".join(spoken(b"\x07\x08\x09", tokenizer=NumberTokenizer(256))) == "7 8 9"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -16,6 +17,12 @@ from lockstep_gpt.extras.hub import folder as module
 from lockstep_gpt.extras.hub.card import MARK
 from lockstep_gpt.extras.hub.folder import export, main
 from lockstep_gpt.optional import install_command
+from lockstep_gpt.run.checkpoint import (
+    read_checkpoint,
+    remove_checkpoint,
+    write_checkpoint,
+)
+from lockstep_gpt.run.trained_model import load_model
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +131,24 @@ def test_the_command_exports_a_run_into_its_folder(gpt, capsys):
     }
     modes = {path.stat().st_mode for path in (run / "export").iterdir()}
     assert len(modes) == 1  # anyone who may read one may read all
+
+
+def test_an_export_takes_the_next_checkpoint_if_the_run_replaces_the_newest(
+    gpt, tmp_path, monkeypatch
+):
+    shutil.copytree(gpt.parent, tmp_path / "checkpoints")
+    first = tmp_path / "checkpoints" / gpt.name
+    second = first.with_name("step=000999.ckpt")
+
+    def load_after_replacement(path, **options):
+        if path == first:
+            write_checkpoint(read_checkpoint(first), second)
+            remove_checkpoint(first)
+        return load_model(path, **options)
+
+    monkeypatch.setattr(module, "load_model", load_after_replacement)
+    assert main([str(tmp_path)]) == 0
+    assert f"`{second.name}`" in (tmp_path / "export/README.md").read_text(encoding="utf-8")
 
 
 def test_numbers_travel_too(shaped, folder_of, numbers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from lockstep_gpt.data.sources.source import (
     to_utf8,
 )
 from lockstep_gpt.data.tokenizer import find_cut
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import setting
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
 FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead
+PACKED = (".gz", ".zst")  # files whose bytes are not those of the text
 ENDS = "the end of each file"  # that part; in a file over `LONGEST`, of each piece
 
 
@@ -101,8 +104,12 @@ class FileDocuments(Documents):
         invalid = 0
         for number in range(start.part, len(self.files)):
             file = self.files[number]
+            begin = start.offset_in(number)
             for piece, after in self._pieces(number, start):
                 refuse_binary(piece, file.path)
+                if self.invalid_utf8 == "fail":
+                    refuse_other_encoding(piece, begin, file.path)
+                begin = after.offset
                 documents, faults = self.documents_in(piece, file.path)
                 divided, names = self._divided(documents, file)
                 texts += divided
@@ -183,6 +190,22 @@ class FileDocuments(Documents):
         if self.by_line:
             return text.rfind(b"\n", 0, longest) + 1 or text.find(b"\n", longest) + 1
         return find_cut(text[:longest])
+
+
+def refuse_other_encoding(piece: bytes, begin: int, path: str) -> None:
+    """Raise a `UserError` if a piece of a file, which begins at byte `begin`, isn't UTF-8."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError as error:
+        remedy = "convert it to UTF-8"
+        if not path.endswith(PACKED):
+            name = shlex.quote(path)
+            convert = f"iconv -f latin1 -t utf-8 {name} > {name}.tmp && mv {name}.tmp {name}"
+            remedy += f", for example from Latin-1: {convert}"
+        raise UserError(
+            f"{path} of the corpus is not UTF-8: byte {begin + error.start:,} is "
+            f"0x{piece[error.start]:02X}; {remedy}; or set data.invalid_utf8 to replace or skip"
+        ) from None
 
 
 @dataclass

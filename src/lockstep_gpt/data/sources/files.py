@@ -14,6 +14,17 @@ from lockstep_gpt.data.sources.remote_files import find_file_system, open_remote
 from lockstep_gpt.data.sources.source import BLOCK, reading
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import counted
+
+# Ending of a file's name -> the choice of `data` for it.
+CHOICES = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".bin": "shards",
+}
 
 
 class File(NamedTuple):
@@ -84,10 +95,22 @@ def find_files(
     if not files and not may_lack:
         with reading(f"{setting}={path}"):
             _raise_cause(system, place, is_here)
-        raise UserError(f"{setting}={path} matches no file; give a file, folder or glob")
+        raise UserError(f"{setting}={path} {_what_instead(infos, wanted)}")
     files.sort(key=lambda file: file.name)
     opener = open if is_here else partial(_open_remote, system)
     return Files(files, opener, split)
+
+
+def _what_instead(infos: list[dict[str, Any]], wanted: str) -> str:
+    """Say what a folder contains if it has no file whose name matches `wanted`."""
+    names = sorted(info["name"] for info in infos if info["type"] == "file")
+    if not names or not wanted:
+        return "matches no file; give a file, folder or glob"
+    line = f"has {counted(len(names), 'file')}, such as {names[0]}, but none matches {wanted}"
+    for ending, choice in CHOICES.items():
+        if names[0].lower().endswith(ending):
+            return f"{line}; set data={choice}, which reads *{ending}"
+    return f"{line}; give another folder, or a glob that names the files"
 
 
 def _listed(system: Any, place: str, is_folder: bool, is_here: bool) -> list[dict[str, Any]]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from codecs import BOM_UTF8
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
+from lockstep_gpt.data.sources.files import read_content
 from lockstep_gpt.data.sources.nul_bytes import refuse_nul
+from lockstep_gpt.data.sources.source import BLOCK, reading
 from lockstep_gpt.data.sources.text import lines_in
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import setting
@@ -46,8 +50,44 @@ class JsonLines(PathDocuments):
             if text is None:  # no text, as an empty one
                 return b""
             return text.encode("utf-8", "replace")  # JSON can contain half a surrogate pair
+        except json.JSONDecodeError as error:
+            fault = f"is not JSON ({error.msg}, at character {error.pos + 1})"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(
-                f"{path} of the corpus has the line {line[:60]!r}, not a JSON object with text "
-                f"under data.field={self.field}; name another field or fix the line"
-            ) from None
+            fault = f"is not a JSON object with text under data.field={self.field}"
+        place = f"{path} of the corpus, line {self._number_of(line, path):,}"
+        remedy = f"fix it, or name another data.field{_remedy_of_other_json(line, path)}"
+        raise UserError(f"{place}: {line[:60]!r} {fault}; {remedy}")
+
+    def _number_of(self, line: bytes, path: str) -> int:
+        """Return the number of the first such line in a file, which is read again up to there."""
+        number = [file.path for file in self.files].index(path)
+        with reading(path), self.open(number)(path, "rb") as raw:
+            lines = _split_lines(read_content(raw, path, 0, BLOCK))
+            return next(place for place, text in enumerate(lines, 1) if _as_read(text) == line)
+
+
+def _remedy_of_other_json(line: bytes, path: str) -> str:
+    """Return the end of a remedy if a line seems to begin JSON in another form, else nothing."""
+    forms = {b"[": "'.[]'", b"{": "."}
+    start = line.strip()
+    if start.startswith(b"["):
+        start = b"["
+    if start not in forms:
+        return ""
+    name = shlex.quote(path)
+    command = f"jq -c {forms[start]} {name} > {name}l"
+    return f"; for objects in lines of their own: {command}, then set data.path={name}l"
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for data in chunks:
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def _as_read(line: bytes) -> bytes:
+    """Return a line of a file as `lines_in` returns it."""
+    text = line.decode("utf-8", "replace").encode()
+    return text.removesuffix(b"\r").removeprefix(BOM_UTF8)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.source import is_utf8, to_utf8
 from lockstep_gpt.settings import setting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -26,8 +30,19 @@ class Text(PathDocuments):
     def documents_in(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
         """Return the documents in a piece of a file, and how many weren't UTF-8."""
         if not self.by_line:
+            if b"\r\n" in piece:
+                _tell_of_crlf(self.path)
             return super().documents_in(piece, path)
         return lines_in(piece, self.invalid_utf8, path)
+
+
+@cache  # once, although a tokenizer that learns reads the corpus, too
+def _tell_of_crlf(corpus: str) -> None:
+    logger.warning(
+        "data.path=%s has lines that end in CRLF, as on Windows, and the CR becomes part of the "
+        "training text; to remove it from a file: sed -i 's/\\r$//' FILE",
+        corpus,
+    )
 
 
 def lines_in(piece: bytes, policy: str, path: str) -> tuple[list[bytes], int]:

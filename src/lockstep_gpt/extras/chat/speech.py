@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep_gpt.data.tokenizer import INCOMPLETE, Tokenizer
+from lockstep_gpt.data.tokenizer import GrowingText, Tokenizer
 
 
 class Speech:
@@ -14,25 +14,16 @@ class Speech:
         self.tokenizer = tokenizer
         self.stops = stops
         self.stopped = False
-        self._ids: list[int] = []  # since the last whole character
-        self._taken = 0  # characters of these that were already taken
+        self._growing = GrowingText(tokenizer)
         self._held = ""  # may be the beginning of a stop sequence
 
     def add(self, token: int) -> str:
         """Return the text that is certain after one more token."""
-        self._ids.append(token)
-        text = self.tokenizer.decode(self._ids)
-        complete = text.removesuffix(INCOMPLETE)
-        new = complete[self._taken :]
-        self._taken = len(complete)
-        if complete == text:
-            self._ids = []
-            self._taken = 0
-        return self._until_stop(new, last=False)
+        return self._until_stop(self._growing.add([token]), last=False)
 
     def end(self) -> str:
         """Return the rest, in which a character that was not completed is U+FFFD."""
-        return self._until_stop(self.tokenizer.decode(self._ids)[self._taken :], last=True)
+        return self._until_stop(self._growing.end(), last=True)
 
     def _until_stop(self, new: str, last: bool) -> str:
         if self.stopped:

@@ -16,8 +16,8 @@ from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 from lockstep_gpt.optional import import_optional
-from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
-from lockstep_gpt.run.trained_model import load_model, parser_of
+from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.trained_model import load_model, parser_of, with_newest
 
 
 def main(arguments: list[str]) -> int:
@@ -28,9 +28,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", type=Path, help=to)
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     options = parser.parse_args(arguments)
-    source = find_checkpoint(options.source)
-    target = options.to or _next_to(source)
-    export(source, target, options.force)
+
+    def export_checkpoint(source: Path) -> Path:
+        target: Path = options.to or _next_to(source)
+        export(source, target, options.force)
+        return target
+
+    target = with_newest(options.source, export_checkpoint)
     print(f"{target}: load it with transformers; see {target / 'README.md'}")
     return 0
 
