@@ -65,8 +65,9 @@ def test_the_number_of_a_wrong_line_is_that_of_an_editor(tmp_path, name, pack):
 
 def test_an_array_of_objects_is_answered_with_the_command_that_writes_lines(tmp_path):
     write(tmp_path, {"a.json": '[\n{"text": "x"},\n{"text": "y"}\n]\n'})
-    path = tmp_path / "a.json"
-    with pytest.raises(UserError, match=rf"jq -c '\.\[\]' {path} > {path}l, then set data\.path="):
+    path, lines = tmp_path / "a.json", tmp_path / "a.lines.jsonl"
+    remedy = rf"jq -c '\.\[\]' {path} > {lines}, then set data\.path={lines}$"
+    with pytest.raises(UserError, match=remedy):
         texts(json_lines(tmp_path))
 
 

@@ -7,6 +7,7 @@ import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
@@ -54,16 +55,21 @@ class JsonLines(PathDocuments):
             fault = f"is not JSON ({error.msg}, at character {error.pos + 1})"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             fault = f"is not a JSON object with text under data.field={self.field}"
-        place = f"{path} of the corpus, line {self._number_of(line, path):,}"
+        number = self._number_of(line, path)
+        place = f"{path} of the corpus" + ("" if number is None else f", line {number:,}")
         remedy = f"fix it, or name another data.field{_remedy_of_other_json(line, path)}"
         raise UserError(f"{place}: {line[:60]!r} {fault}; {remedy}")
 
-    def _number_of(self, line: bytes, path: str) -> int:
-        """Return the number of the first such line in a file, which is read again up to there."""
+    def _number_of(self, line: bytes, path: str) -> int | None:
+        """Return the number of the first such line in a file, which is read again up to there.
+
+        None if the file has changed in the meantime.
+        """
         number = [file.path for file in self.files].index(path)
         with reading(path), self.open(number)(path, "rb") as raw:
             lines = _split_lines(read_content(raw, path, 0, BLOCK))
-            return next(place for place, text in enumerate(lines, 1) if _as_read(text) == line)
+            places = (place for place, text in enumerate(lines, 1) if _as_read(text) == line)
+            return next(places, None)
 
 
 def _remedy_of_other_json(line: bytes, path: str) -> str:
@@ -74,9 +80,9 @@ def _remedy_of_other_json(line: bytes, path: str) -> str:
         start = b"["
     if start not in forms:
         return ""
-    name = shlex.quote(path)
-    command = f"jq -c {forms[start]} {name} > {name}l"
-    return f"; for objects in lines of their own: {command}, then set data.path={name}l"
+    target = shlex.quote(str(Path(path).with_suffix(".lines.jsonl")))
+    command = f"jq -c {forms[start]} {shlex.quote(path)} > {target}"
+    return f"; for objects in lines of their own: {command}, then set data.path={target}"
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
