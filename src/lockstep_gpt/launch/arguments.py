@@ -13,7 +13,7 @@ from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
-from lockstep_gpt.launch.quoting import quote_paths
+from lockstep_gpt.launch.quoting import quote_texts
 from lockstep_gpt.optional import library_command
 
 MULTIRUN = ("-m", "--multirun")
@@ -122,7 +122,7 @@ def _is_choice(value: str) -> bool:
 
 def _first_job(words: list[str]) -> list[str]:
     """Return the arguments of a sweep's first job, the one that `--cfg` shows."""
-    words = quote_paths([word for word in words if word not in MULTIRUN])
+    words = quote_texts([word for word in words if word not in MULTIRUN])
     settings = [word for word in words if "=" in word and not word.startswith("-")]
     with as_user_error(settings):
         overrides = OverridesParser.create().parse_overrides(settings)
