@@ -32,7 +32,7 @@ from lockstep_gpt.config_files import (
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
-from lockstep_gpt.launch.arguments import translate_arguments
+from lockstep_gpt.launch.arguments import refuse_missing_values, translate_arguments
 from lockstep_gpt.launch.hydra_errors import (
     another_ending,
     as_user_error,
@@ -64,6 +64,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     Raises:
         UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
     """
+    refuse_missing_values(arguments)
     folders = _config_dirs(arguments)
     refuse_same_names(folders)
     register_schema(*folders)
