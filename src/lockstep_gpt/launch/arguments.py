@@ -2,6 +2,7 @@
 
 import sys
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -45,7 +46,7 @@ LAUNCHERS = {
 
 def refuse_missing_values(words: list[str]) -> None:
     """Raise a `UserError` for a flag without the word that it takes; argparse names another."""
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    for word, value in pairwise([*words, ""]):
         example = WITH_VALUE.get(word)
         if example is None:
             continue
