@@ -73,6 +73,8 @@ class OptunaSweeper(Sweeper):
         fixed = [str(item.input_line) for item in overrides if not item.is_sweep_override()]
         if not space:
             raise UserError("a sweep needs a setting to search in, like optim.lr=1e-3,3e-3")
+        for override in space:
+            _refuse_empty_interval(override)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=self.seed)
         study = optuna.create_study(direction=self.direction, sampler=sampler)
@@ -97,6 +99,21 @@ class OptunaSweeper(Sweeper):
 
 def _name(override: Override) -> str:
     return str(override.get_key_element())
+
+
+def _refuse_empty_interval(override: Override) -> None:
+    """Raise a `UserError` for an interval in which Optuna can't draw."""
+    sweep = override.value()
+    if not isinstance(sweep, IntervalSweep):
+        return
+    assert sweep.start is not None
+    assert sweep.end is not None
+    name = _name(override)
+    if sweep.start > sweep.end:
+        remedy = f"write {name}=interval({sweep.end},{sweep.start})"
+        raise UserError(f"{override.input_line}: an interval starts at its lower end; {remedy}")
+    if "log" in sweep.tags and sweep.start <= 0:
+        raise UserError(f"{override.input_line}: with log, an interval must be above 0")
 
 
 def _suggest(trial: Any, override: Override) -> Any:

@@ -11,12 +11,14 @@ from typing import Any
 from lockstep_gpt.exits import Exit
 
 MORE_FILES = "raise the limit of open files (ulimit -n)"
+LARGER_FILES = "run: ulimit -f unlimited (or ask who has set the limit of the size of files)"
 MORE_PROCESSES = "raise the limit of processes and threads (ulimit -u, or the container's pids)"
 MORE_MEMORY = "use less memory, or raise its limit (ulimit -v, or the container's)"
 # What an error says of which the system has set the limit.
 REMEDIES_OF_LIMITS = {
     errno.EMFILE: MORE_FILES,
     errno.ENFILE: MORE_FILES,
+    errno.EFBIG: LARGER_FILES,
     errno.EAGAIN: MORE_PROCESSES,
     errno.ENOMEM: MORE_MEMORY,
 }

@@ -12,9 +12,9 @@ from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     newest_valid,
     read_checkpoint,
-    size_of,
 )
 from lockstep_gpt.run.checkpoint_content import SavedShards
+from lockstep_gpt.run.checkpoint_room import size_of
 from lockstep_gpt.run.checkpoint_sums import fault_of, files_of
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import ranks
-from lockstep_gpt.distributed.store import _name_of_start
+from lockstep_gpt.distributed.store import _name_of_start, _wait_for_address
 from lockstep_gpt.distributed.waiting import MeetingError, Waiting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lists open ports")
@@ -114,13 +114,34 @@ def test_a_rank_that_asks_again_after_a_kill_is_answered_again():
     assert len(set(names_of_start(lambda: store, 2))) == 1
 
 
+def test_a_name_may_get_its_address_late(monkeypatch):
+    answers = [socket.gaierror(-2, "Name or service not known"), []]
+    hosts = []
+
+    def look_up(host, _port):
+        hosts.append(host)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    _wait_for_address("pod-0", 29500, Waiting(60))
+    assert hosts == ["pod-0", "pod-0"]
+    answers.append(socket.gaierror(-2, "Name or service not known"))
+    fault = "MASTER_ADDR=pod-0 did not come within -1 s: Name or service not known"
+    with pytest.raises(MeetingError, match=fault):
+        _wait_for_address("pod-0", 29500, Waiting(-1))
+
+
 def test_waiting_ends_with_the_names_of_the_missing_ranks_and_hints_once(capsys, monkeypatch):
     monkeypatch.setattr("lockstep_gpt.distributed.waiting.HINT_SECONDS", 0.0)
     waiting = Waiting(0.05, "what to do")
     end = time.monotonic() + 0.04
     while time.monotonic() < end:
-        waiting.go_on([1, 3])
+        waiting.go_on("rank 1, 3")
     time.sleep(0.02)
     with pytest.raises(MeetingError, match=r"^rank 1, 3 did not come within 0\.05 s$"):
-        waiting.go_on([1, 3])
-    assert capsys.readouterr().out == "waiting for rank 1, 3; what to do\n"
+        waiting.go_on("rank 1, 3")
+    hint = "waiting for rank 1, 3, at most 0.05 s; what to do\n"
+    assert capsys.readouterr() == ("", hint)

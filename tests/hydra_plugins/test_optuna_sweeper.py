@@ -49,6 +49,19 @@ def test_choices_ranges_and_intervals_keep_their_kinds():
     assert all(10 <= config.max_steps <= 20 for config in tried)
 
 
+@pytest.mark.parametrize(
+    ("space", "remedy"),
+    [
+        ("interval(1,0.1)", "an interval starts at its lower end; write optim.lr=interval(0.1,1"),
+        ("tag(log,interval(0,0.1))", "with log, an interval must be above 0"),
+    ],
+)
+def test_an_interval_without_values_is_refused_by_its_setting(space, remedy):
+    with pytest.raises(UserError) as error:
+        search(f"optim.lr={space}", job=distance)
+    assert str(error.value).startswith(f"optim.lr={space}: {remedy}")
+
+
 def test_failed_jobs_do_not_end_the_search(capsys):
     tried = search("seed=1,2,3", job=lambda config: math.nan if config.seed == 1 else 1.0)
     assert len(tried) == 10

@@ -8,6 +8,7 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 
 from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt.launch.arguments import refuse_missing_values
 
 SWEEP = ["optim.lr=1e-3,2e-3", "seed=range(4,6)", "max_steps=30"]
 
@@ -114,3 +115,8 @@ def test_where_hydra_would_work_or_write_is_rejected(word, capsys):
     assert cli.main(["train", word]) == 2
     line = f"{word} has no effect here; all files of a run are in its run_dir"
     assert capsys.readouterr().err == f"{PROGRAM} train: {line}\n"
+
+
+def test_a_command_without_words_has_no_flag_without_a_value():
+    refuse_missing_values([])
+    refuse_missing_values(["seed=1", "-c", "job", "-p", "optim"])

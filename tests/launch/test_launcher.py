@@ -271,9 +271,13 @@ def test_the_limit_of_the_meeting_is_the_run_s_setting(monkeypatch):
 
     meetings = []
     monkeypatch.setattr(store, "meet", lambda *limits: meetings.append(limits))
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     launcher.meet(Config(max_steps=1, launch=LaunchConfig(join_seconds=7)))
-    assert meetings == [(3, 4, 7, launcher.UNSET)]
+    ((*limits, hint),) = meetings
+    assert limits == [3, 4, 7]
+    assert hint.startswith("rank 3 of 4 meets them at node0:29500; start all with ")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launcher.meet(Config(max_steps=1)) is None

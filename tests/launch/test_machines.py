@@ -1,12 +1,14 @@
 """One of several machines: what it needs and waits for; tests of two are elsewhere."""
 
 import threading
+import time
 
 import pytest
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed import waiting
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.launch import machines, start
+from lockstep_gpt.launch import machines, meeting, start
 from lockstep_gpt.launch.launch_settings import LaunchConfig
 from lockstep_gpt.launch.machines import rendezvous_parameters
 from lockstep_gpt.launch.start import NewRun
@@ -94,6 +96,27 @@ def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
     run.create(VALUES)
     with pytest.raises(UserError, match=r"a different configuration.*: max_steps=4 instead of 3"):
         start_machine(run, {**VALUES, "max_steps": 4}, config())
+
+
+def test_a_machine_says_once_that_it_waits_for_the_first_and_how_long(run, monkeypatch, capsys):
+    monkeypatch.setattr(machines, "HINT_SECONDS", 0.05)
+    with pytest.raises(RunError):
+        start_machine(run, VALUES, config(join_seconds=0.5))
+    limit = "at most launch.join_seconds=0.5 s"
+    assert capsys.readouterr().err == (
+        f"waiting for machine 0, {limit}: run_dir={run.path} lacks config.yaml; check that all "
+        "machines share it, and that machine 0 has started\n"
+    )
+
+
+def test_an_agent_says_where_it_waits_only_if_others_are_late(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "HINT_SECONDS", 0.05)
+    meeting.meet(lambda: None, config())
+    assert capsys.readouterr().err == ""
+    meeting.meet(lambda: time.sleep(0.5), config())
+    place = f"launch.rdzv_endpoint={PLACE}, at most launch.join_seconds=0.3 s"
+    line = f"waiting until 2 machines meet at {place}; start the same command on each"
+    assert capsys.readouterr().err.startswith(line)
 
 
 def frozen_with(endpoint):

@@ -73,6 +73,12 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "data.path=a.txt,b.txt has several values: add --multirun to run each, or write one "
             "folder or one glob",
         ),
+        ("=", "= has no name; write NAME=VALUE, without spaces, as in seed=1\n"),
+        ("=3", "=3 has no name; write NAME=VALUE, without spaces, as in seed=1\n"),
+        ("-c", "-c needs one of job, hydra, all; write -c job\n"),
+        ("--cfg seed=1", "--cfg needs one of job, hydra, all; write --cfg job\n"),
+        ("-cd", "-cd needs a value; write -cd FOLDER\n"),
+        ("-p -c job", "-p needs a value; write -p optim\n"),
         ("--split test", "--split is not a flag of train; to test at the end, set test=true; aft"),
         ("--config x.yaml", "--config is not a flag of train; choose configs/experiment/NAME.yaml"),
     ],
@@ -82,6 +88,19 @@ def test_a_mistake_is_one_line_with_its_remedy(words, line, capsys):
     err = capsys.readouterr().err
     assert err.startswith(f"{PROGRAM} train: {line}"), err
     assert err.count("\n") == 1
+
+
+def test_a_sweep_does_not_go_into_the_folder_of_a_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    for words in (["-m", "seed=1,2"], ["--multirun", "resume=auto"]):
+        assert cli.main(["train", f"run_dir={run}", *words]) == 2
+        err = capsys.readouterr().err
+        line = f"run_dir={run} is a run, but with --multirun, run_dir is a folder of runs"
+        assert err.startswith(f"{PROGRAM} train: {line}"), err
+        assert err.count("\n") == 1
+    assert [path.name for path in run.iterdir()] == ["config.yaml"]
 
 
 def test_an_unknown_callback_or_logger_says_how_to_name_a_class_of_lightning_s(capsys):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt import PROGRAM, cli
-from lockstep_gpt.launch.quoting import quote_paths, quote_value, unparsed_line
+from lockstep_gpt.launch.quoting import quote_texts, quote_value, unparsed_line
 
 ODD_VALUES = ["größe", "a#b", "a[1]", "{a}", "it's", 'a"b', "two\nlines\tof 'text'", "a(b", "~/x"]
 
@@ -45,15 +45,27 @@ def test_a_name_that_cannot_be_parsed_is_not_helped_by_quotes():
 @pytest.mark.parametrize("name", ["größe", "a#b", "a[1]", "a{1}", "it's", 'a"b', "step=5.ckpt"])
 @pytest.mark.parametrize("setting", ["run_dir", "resume", "data.path"])
 def test_a_path_needs_no_quotes_for_hydra(name, setting):
-    (word,) = quote_paths([f"{setting}={name}"])
+    (word,) = quote_texts([f"{setting}={name}"])
     assert parsed(word) == name
+
+
+@pytest.mark.parametrize("name", ["1e3", "12e4567", "1.10", "1_000", "007", "7", "-3", ".5"])
+@pytest.mark.parametrize("setting", ["run_name", "run_dir"])
+def test_a_name_that_looks_like_a_number_is_not_rounded(name, setting):
+    (word,) = quote_texts([f"{setting}={name}"])
+    assert parsed(word) == name
+
+
+@pytest.mark.parametrize("word", ["run_name=null", "run_name=a-1", "run_name=1,2", "optim.lr=1e-3"])
+def test_other_values_keep_hydra_s_meaning(word):
+    assert quote_texts([word]) == [word]
 
 
 @pytest.mark.parametrize(
     "word", ["run_dir=runs/1", "run_dir=a,b", "run_dir='a=b'", "run_dir=${run_name}/1", "seed=1"]
 )
 def test_other_words_stay_as_typed(word):
-    assert quote_paths([word]) == [word]
+    assert quote_texts([word]) == [word]
 
 
 def test_a_run_can_have_any_name_of_a_folder(command):

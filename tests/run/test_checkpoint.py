@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -310,6 +311,28 @@ def test_a_path_without_a_checkpoint_is_rejected(tmp_path):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"contains no valid checkpoint"):
         find_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def small_files():
+    """Let this process write at most 100,000 bytes into a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_checkpoint_above_the_limit_of_files_is_refused_before_it_is_written(tmp_path):
+    path = save(tmp_path / "step=000001.ckpt")
+    rule = r"a file may have at most 100,000 bytes .*, but a checkpoint needs 400,000; run: ulimit"
+    with pytest.raises(RunError, match=rule):
+        save(tmp_path / "step=000002.ckpt", state_dict={"w": torch.zeros(100_000)})
+    # Tensors alone would fit: the system stops torch, whose own error doesn't say why.
+    with pytest.raises(RunError, match=r"cannot be written: File too large; run: ulimit -f"):
+        save(tmp_path / "step=000002.ckpt", state_dict={"w": torch.zeros(24_990)})
+    assert newest_valid(tmp_path) == path
+    assert set(tmp_path.iterdir()) == {path, sum_path(path)}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")

@@ -336,6 +336,20 @@ def test_a_slug_that_yaml_would_convert_stays_text(slug, made, tmp_path):
     assert (about["name"], list(about["scripts"])) == (slug, [slug])
 
 
+def test_git_ignores_what_a_run_writes_and_no_file_of_a_project(baked, tree, tmp_path):
+    project = baked(extras="all")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_bytes((project / ".gitignore").read_bytes())
+    runs = ["data/stdlib-1/index.json", "runs/one/train.log", "wandb/run", "mlflow.db"]
+    written = [folder + path for folder in ("", "src/") for path in runs]
+    paths = "\n".join([*tree(project), *written])
+    git = ["git", "-c", "core.excludesFile=/dev/null", "-C", str(tmp_path)]
+    ignored = subprocess.run(
+        [*git, "check-ignore", "--stdin"], input=paths, capture_output=True, encoding="utf-8"
+    )
+    assert ignored.stdout.splitlines() == written
+
+
 def test_exactly_the_files_with_a_shebang_are_executable(baked, tree):
     files = tree(baked(extras="all"))
     runnable = {name for name, (may_run, _) in files.items() if may_run}

@@ -8,10 +8,10 @@ each start of ranks agrees on a name of its own, and uses only keys below that n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from lockstep_gpt.distributed.waiting import MeetingError, Waiting
 
+LOOKUP_SECONDS = 0.5  # between questions to a name server
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -50,6 +51,7 @@ def _connected(rank: int, seconds: float, waiting: Waiting) -> TCPStore:
         with socket.create_connection((host, port), timeout=seconds):
             pass  # refused at once if the agent is gone; torch would try again until the end
         return TCPStore(host, port, is_master=False, timeout=timeout)
+    _wait_for_address(host, port, waiting)
     if rank != 0:
         _wait_for_server(host, port, waiting)
         return TCPStore(host, port, is_master=False, timeout=timeout)
@@ -61,12 +63,25 @@ def _connected(rank: int, seconds: float, waiting: Waiting) -> TCPStore:
     return TCPStore(host, port, timeout=timeout, **serving)
 
 
+def _wait_for_address(host: str, port: int, waiting: Waiting) -> None:
+    """Wait until the name of a host has an address: that of a new pod may come late."""
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except socket.gaierror as error:
+            waiting.go_on(f"an address of MASTER_ADDR={host}", str(error.strerror))
+            time.sleep(LOOKUP_SECONDS)
+
+
 def _wait_for_server(host: str, port: int, waiting: Waiting) -> None:
     """Wait until rank 0 serves the store; torch would print a stack if it never does."""
     while True:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=10):
+        try:
+            socket.create_connection((host, port), timeout=10).close()
             return
-        waiting.go_on([0])
+        except OSError as error:
+            waiting.go_on("rank 0", error.strerror or str(error))
 
 
 def _name_of_start(store: Store, rank: int, world_size: int, waiting: Waiting) -> str:
@@ -79,7 +94,7 @@ def _name_of_start(store: Store, rank: int, world_size: int, waiting: Waiting) -
         word = secrets.token_hex(8)
         store.set(f"start/word of rank {rank}", word)
         while not store.check([f"start/answer to {word}"]):
-            waiting.go_on([0])
+            waiting.go_on("rank 0")
         name: str = store.get(f"start/answer to {word}").decode()
         store.set(f"{name}/thanks of rank {rank}", "")
         return name
@@ -94,5 +109,5 @@ def _name_of_start(store: Store, rank: int, world_size: int, waiting: Waiting) -
             other for other in missing if not store.check([f"{name}/thanks of rank {other}"])
         ]
         if missing:
-            waiting.go_on(missing)
+            waiting.go_on(f"rank {', '.join(map(str, missing))}")
     return name

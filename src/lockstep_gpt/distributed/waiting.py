@@ -1,10 +1,13 @@
-"""Waiting for other ranks, with a limit."""
+"""Waiting for other processes, with a limit, and a line for the person who waits, too."""
 
+import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 POLL_SECONDS = 0.005
-HINT_SECONDS = 15.0  # without the other ranks, until the hint is printed
+HINT_SECONDS = 10.0  # without the others, until a line says so
 
 
 class MeetingError(Exception):
@@ -12,7 +15,12 @@ class MeetingError(Exception):
 
 
 class Waiting:
-    """Waits for other ranks, but not forever."""
+    """Waits for other ranks, but not forever.
+
+    Args:
+        seconds: the longest wait.
+        hint: where they should come, and what to check; is printed once if they are late.
+    """
 
     def __init__(self, seconds: float, hint: str = "") -> None:
         self._seconds = seconds
@@ -23,13 +31,35 @@ class Waiting:
         """Wait as long again, because the others are alive."""
         self._started = time.monotonic()
 
-    def go_on(self, missing: Iterable[int]) -> None:
-        """Wait a moment for the ranks `missing`; raise a `MeetingError` if the time is up."""
-        names = ", ".join(map(str, missing))
+    def go_on(self, awaited: str, fault: str = "") -> None:
+        """Wait a moment for what is `awaited`; raise a `MeetingError` if the time is up.
+
+        Args:
+            awaited: such as `rank 1, 3`.
+            fault: why it could not be reached just now, if the system says so.
+        """
         waited = time.monotonic() - self._started
+        reason = f": {fault}" if fault else ""
         if waited > self._seconds:
-            raise MeetingError(f"rank {names} did not come within {self._seconds:g} s")
+            raise MeetingError(f"{awaited} did not come within {self._seconds:g} s{reason}")
         if self._hint and waited > HINT_SECONDS:
-            print(f"waiting for rank {names}; {self._hint}", flush=True)
+            print_hint(f"waiting for {awaited}, at most {self._seconds:g} s{reason}; {self._hint}")
             self._hint = ""
         time.sleep(POLL_SECONDS)
+
+
+def print_hint(line: str) -> None:
+    """Print why nothing happens."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def hinting(line: str) -> Iterator[None]:
+    """Print `line` if a call of a library waits for other processes for long."""
+    timer = threading.Timer(HINT_SECONDS, print_hint, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -2,6 +2,7 @@
 
 import sys
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
-from lockstep_gpt.launch.quoting import quote_paths
+from lockstep_gpt.launch.quoting import quote_texts
 from lockstep_gpt.optional import library_command
 
 MULTIRUN = ("-m", "--multirun")
@@ -26,16 +27,33 @@ OTHER_FLAGS = {  # of our other commands, and of other projects
     "config": "choose configs/experiment/NAME.yaml with experiment=NAME",
     "split": "to test at the end, set test=true; afterward, use evaluate RUN --split test",
 }
-WITH_VALUE = {  # those that take the next word
-    *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
-    *("-cd", "--config-dir", "--experimental-rerun"),
+WITH_VALUE = {  # those that take the next word -> an example of it
+    **dict.fromkeys(("-c", "--cfg"), "job"),
+    **dict.fromkeys(("-p", "--package"), "optim"),
+    **dict.fromkeys(("-cp", "--config-path"), "/ABSOLUTE/FOLDER"),
+    **dict.fromkeys(("-cn", "--config-name"), "train"),
+    **dict.fromkeys(("-cd", "--config-dir"), "FOLDER"),
+    "--experimental-rerun": "FILE",
 }
+CFG_VALUES = ("job", "hydra", "all")
 # Hydra's launcher plugins: choice -> the package that has it.
 LAUNCHERS = {
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
     "submitit_slurm": "hydra-submitit-launcher",
 }
+
+
+def refuse_missing_values(words: list[str]) -> None:
+    """Raise a `UserError` for a flag without the word that it takes; argparse names another."""
+    for word, value in pairwise([*words, ""]):
+        example = WITH_VALUE.get(word)
+        if example is None:
+            continue
+        if word in ("-c", "--cfg") and value not in CFG_VALUES:
+            raise UserError(f"{word} needs one of {', '.join(CFG_VALUES)}; write {word} {example}")
+        if not value or value.startswith("-"):
+            raise UserError(f"{word} needs a value; write {word} {example}")
 
 
 def translate_arguments(words: list[str]) -> list[str]:
@@ -67,6 +85,8 @@ def _check_override(word: str, words: list[str]) -> None:
     """Raise a `UserError` for an override that Hydra would misunderstand or not explain."""
     prefixed, equals, value = word.partition("=")
     name = prefixed.lstrip("+")
+    if equals and not name.strip("~"):
+        raise UserError(f"{word} has no name; write NAME=VALUE, without spaces, as in seed=1")
     is_group = name in choices.group_names()
     adds_choice = is_group and prefixed == f"+{name}" and not value.startswith("{")
     if adds_choice and f"~{name}" not in words:
@@ -122,7 +142,7 @@ def _is_choice(value: str) -> bool:
 
 def _first_job(words: list[str]) -> list[str]:
     """Return the arguments of a sweep's first job, the one that `--cfg` shows."""
-    words = quote_paths([word for word in words if word not in MULTIRUN])
+    words = quote_texts([word for word in words if word not in MULTIRUN])
     settings = [word for word in words if "=" in word and not word.startswith("-")]
     with as_user_error(settings):
         overrides = OverridesParser.create().parse_overrides(settings)

@@ -6,7 +6,7 @@ Both are checked once, in the parent, before anything is created or torch is imp
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import tensor_sizes
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import apple, refused_callbacks, targets, trainer_arguments
+from lockstep_gpt.launch import apple, refused_callbacks, targets, trainer_arguments, variables
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.registry import CHECK, additions
 from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
@@ -84,7 +84,8 @@ def _refuse_unshardable(config: Config) -> None:
 
 
 def refuse_impossible(config: Config, placement: Placement) -> None:
-    """Raise a `UserError` for what these devices can't do."""
+    """Raise a `UserError` for what these devices, or variables of this machine, can't do."""
+    variables.refuse_unusable(config, placement)
     if placement.accelerator == "mps":
         apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")

@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -15,6 +16,7 @@ from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_lon
 from lockstep_gpt.launch import compose, launcher, resolving, resume, start, supervise
 from lockstep_gpt.launch.arguments import MULTIRUN
 from lockstep_gpt.processes import print_error
+from lockstep_gpt.run.directory import RunDirectory
 
 
 @contextlib.contextmanager
@@ -41,10 +43,12 @@ def train(arguments: list[str]) -> int:
         stop_signals.end_at_once()  # until there is something to save
     else:
         stop_signals.install(has_keyboard=True).interrupt()
+    flags = [word for word in arguments if word in MULTIRUN]
+    if flags:
+        _refuse_sweep_in_run(arguments)
     run = resume.run_to_resume(arguments)
     if run is not None:
         return resume.resume(run, arguments)
-    flags = [word for word in arguments if word in MULTIRUN]
     if flags:
         # To the front: Hydra's parser needs all overrides in one sequence.
         arguments = [*flags, *(word for word in arguments if word not in flags)]
@@ -53,6 +57,17 @@ def train(arguments: list[str]) -> int:
         if not any(word.startswith("run_dir=") for word in arguments):
             arguments = [*arguments, f"run_dir={start.new_name('sweep')}"]
     return _run_jobs("train", arguments, resume.train_or_resume)
+
+
+def _refuse_sweep_in_run(arguments: list[str]) -> None:
+    """Raise a `UserError` if the folder of a sweep is the directory of a run."""
+    for word in arguments:
+        name, _, path = word.partition("=")
+        if name == "run_dir" and RunDirectory(Path(path)).config.is_file():
+            raise UserError(
+                f"{word} is a run, but with --multirun, run_dir is a folder of runs; set "
+                f"run_dir={path}-sweep, or leave --multirun out"
+            )
 
 
 @log_to_stdout()

@@ -25,20 +25,21 @@ from lockstep_gpt.config_files import (
     config_folder,
     config_folders,
     first_not_utf8,
+    misread_value,
     refuse_same_names,
     yaml_files,
 )
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
-from lockstep_gpt.launch.arguments import translate_arguments
+from lockstep_gpt.launch.arguments import refuse_missing_values, translate_arguments
 from lockstep_gpt.launch.hydra_errors import (
     another_ending,
     as_user_error,
     mistake_in_file,
     one_line,
 )
-from lockstep_gpt.launch.quoting import quote_paths
+from lockstep_gpt.launch.quoting import TEXTS, quote_texts
 from lockstep_gpt.registry import ARGUMENTS, additions
 
 # Later versions warn about the arguments and names of 1.3.
@@ -63,6 +64,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     Raises:
         UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
     """
+    refuse_missing_values(arguments)
     folders = _config_dirs(arguments)
     refuse_same_names(folders)
     register_schema(*folders)
@@ -113,11 +115,30 @@ def overrides() -> list[str]:
 
 def resolve_config(composed: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
+    _refuse_misread_values()
     with as_user_error(overrides()):
         values = values_to_freeze(composed)
         config = from_container(values)
     checks.refuse_conflicts(config)
     return values, config
+
+
+def _refuse_misread_values() -> None:
+    """Raise a `UserError` for a value in a chosen file that YAML reads as another one."""
+    hydra_config = HydraConfig.get()
+    sources = hydra_config.runtime.config_sources
+    folders = [Path(source.path) for source in sources if source.schema == "file"]
+    files = [folder / f"{hydra_config.job.config_name}.yaml" for folder in folders]
+    for group, names in hydra_config.runtime.choices.items():
+        choices = yaml_files(group, *folders)
+        # An experiment may be several, as in [a,b].
+        files += [
+            choices[name] for name in re.findall(r"[^\[\], ]+", str(names)) if name in choices
+        ]
+    for file in filter(Path.is_file, files):
+        line = misread_value(file, TEXTS)
+        if line is not None:
+            raise UserError(line)
 
 
 def has_schema() -> bool:
@@ -160,7 +181,7 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
     value_before = os.environ.get(name)
     hydra_before = GlobalHydra.instance().hydra  # a notebook may have called `hydra.initialize`
     GlobalHydra.instance().clear()
-    sys.argv = [PROGRAM, *quote_paths(arguments)]
+    sys.argv = [PROGRAM, *quote_texts(arguments)]
     os.environ[name] = "1"
     try:
         yield

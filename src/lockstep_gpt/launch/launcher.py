@@ -119,10 +119,14 @@ def meet(config: Config) -> Store | None:
         return None
     from lockstep_gpt.distributed import store
 
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    hint = (
+        f"rank {rank} of {world_size} meets them at {address}; start all with this MASTER_ADDR "
+        f"and MASTER_PORT; launch.join_seconds sets the limit; {UNSET}"
+    )
     try:
-        return store.meet(rank, world_size, config.launch.join_seconds, UNSET)
+        return store.meet(rank, world_size, config.launch.join_seconds, hint)
     except MeetingError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
             f"rank {rank} of {world_size} cannot meet the others at {address} ({error}); start all "
             "of them within launch.join_seconds, with a free MASTER_PORT on a machine that all "
@@ -193,7 +197,7 @@ def _agree_with_first(store: Store, rank: int, values: dict[str, Any]) -> RunDir
         if sign != last_sign:
             waiting.restart()
         last_sign = sign
-        waiting.go_on([0])
+        waiting.go_on("rank 0")
     offer = json.loads(store.get("offer"))
     status = int(offer["status"])
     if status == Exit.DONE:

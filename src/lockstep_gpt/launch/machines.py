@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import is_rehearsal, own_address
+from lockstep_gpt.distributed.waiting import HINT_SECONDS, print_hint
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line
@@ -62,16 +63,21 @@ def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: f
         RunError: machine 0 did not come.
         UserError: its settings differ.
     """
-    deadline = time.monotonic() + seconds
+    started = time.monotonic()
+    has_hinted = False
     fault = "lacks config.yaml; check that all machines share it, and that machine 0 has started"
     error_class: type[Exception] = RunError  # it may still come
-    while time.monotonic() < deadline:
+    while time.monotonic() < started + seconds:
         if run.config.is_file():
             differing = differences(run.values(), values)
             if not differing:
                 return
             fault = f"has a different configuration than this machine's: {', '.join(differing)}"
             error_class = UserError
+        if not has_hinted and time.monotonic() > started + HINT_SECONDS:
+            limit = f"at most launch.join_seconds={seconds:g} s"
+            print_hint(f"waiting for machine 0, {limit}: run_dir={run.path} {fault}")
+            has_hinted = True
         time.sleep(0.2)
     raise error_class(f"run_dir={run.path}: after {seconds:g} s it {fault}")
 

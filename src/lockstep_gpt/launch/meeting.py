@@ -6,6 +6,7 @@ it. These would then wait in vain for what it should write into the store.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.waiting import hinting
 
 READ_SECONDS = 60  # with less, a link down for seconds ends the run
 
@@ -45,12 +47,26 @@ def connect(
         read_timeout=READ_SECONDS,
         **rendezvous,
     )
-    backend, store = create_backend(parameters)
+    with _hinting(config):
+        backend, store = create_backend(parameters)
     # Its own connection: signs of life go on while this machine waits for a value of another.
     values: Store = cast(Any, store).clone()  # torch's types lack it
     values.set_timeout(timedelta(seconds=silence_of(config)))
     handler = create_handler(values, backend, parameters)
     return handler, store if parameters.max_nodes > 1 else None
+
+
+def _hinting(config: Config) -> contextlib.AbstractContextManager[None]:
+    """Say whom this machine waits for, if that takes long."""
+    nodes = config.trainer["num_nodes"]
+    if nodes == 1:
+        return contextlib.nullcontext()
+    launch = config.launch
+    return hinting(
+        f"waiting until {nodes} machines meet at launch.rdzv_endpoint={launch.rdzv_endpoint}, at "
+        f"most launch.join_seconds={launch.join_seconds:g} s; start the same command on each, with "
+        "its own launch.node_rank, and check that each can reach this address"
+    )
 
 
 def silence_of(config: Config) -> float:
@@ -67,7 +83,8 @@ def meet(meet_once: Callable[[], None], config: Config) -> None:
     limit = time.monotonic() + config.launch.join_seconds
     while True:
         try:
-            meet_once()
+            with _hinting(config):
+                meet_once()
             return
         except DistStoreError:
             fault = f"a machine that had joined was silent for {silence_of(config):g} s"

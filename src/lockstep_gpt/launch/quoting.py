@@ -10,22 +10,29 @@ PATHS = {
     *("resume", "run_dir", "model.init_from", "checkpoint.copy_to"),
     *("data.root", "data.path", "data.val_path", "data.test_path"),
 }
+TEXTS = {*PATHS, "run_name"}
+# Hydra would read a number, and write 1e3 as 1000.0 and 1.10 as 1.1.
+NUMBER = re.compile(r"[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.IGNORECASE)
 # What a path may contain, but has no meaning in Hydra's grammar, or another one.
 ODD = re.compile(r"[^\x00-\x7f]|[=#;&!^<>`'\"\[\]]|(?<!\$)\{")
 LINE_BREAKS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
-def quote_paths(arguments: list[str]) -> list[str]:
-    """Quote paths that Hydra could not parse, such as `step=000500.ckpt` or `größe`."""
-    return [_with_quoted_path(word) for word in arguments]
+def quote_texts(arguments: list[str]) -> list[str]:
+    """Quote texts that Hydra could not parse, or would read as a number and so change.
+
+    Examples are the paths `step=000500.ckpt` and `größe`, and the name `1e3`.
+    """
+    return [_with_quoted_text(word) for word in arguments]
 
 
-def _with_quoted_path(word: str) -> str:
+def _with_quoted_text(word: str) -> str:
     name, _, value = word.partition("=")
     is_odd_path = name in PATHS and ODD.search(value)
-    if not is_odd_path or value.startswith(("'", '"')):
-        return word
-    return quote_value(word)
+    is_number = name in TEXTS and NUMBER.fullmatch(value)
+    if (is_odd_path or is_number) and not value.startswith(("'", '"')):
+        return quote_value(word)
+    return word
 
 
 def quote_value(word: str) -> str:

@@ -15,7 +15,7 @@ from lockstep_gpt.config import OPEN_GROUPS
 from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
-from lockstep_gpt.launch.quoting import quote_paths
+from lockstep_gpt.launch.quoting import quote_texts
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.settings import as_typed
 
@@ -23,7 +23,7 @@ from lockstep_gpt.settings import as_typed
 def parsed(words: list[str]) -> list[Override]:
     """Return a command's overrides, or raise a `UserError`."""
     with as_user_error(words):
-        return list(OverridesParser.create().parse_overrides(quote_paths(words)))
+        return list(OverridesParser.create().parse_overrides(quote_texts(words)))
 
 
 def setting_of(override: Override) -> str:

@@ -15,7 +15,6 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 
 import logging
 import re
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from lockstep_gpt.run.checkpoint_content import (
     load_content,
 )
 from lockstep_gpt.run.checkpoint_downloads import download
+from lockstep_gpt.run.checkpoint_room import refuse_full_disk, refuse_large_file, size_of
 from lockstep_gpt.run.checkpoint_sums import (
     VerifiedCheckpoint,
     files_of,
@@ -87,7 +87,9 @@ def write_checkpoint(
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_full_disk(path.parent, size_of(content))
+        needed = size_of(content)
+        refuse_full_disk(path.parent, needed)
+        refuse_large_file(needed)
         with replacing(path) as file:
             torch.save(content, file)
             file.flush()
@@ -99,28 +101,10 @@ def write_checkpoint(
                 replace_text(sum_path(path), "".join(lines))
         return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-        reason = getattr(error, "strerror", None) or error
-        remedy = remedy_of_limit(error) or "free space there, or make it writable"
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = getattr(cause, "strerror", None) or cause
+        remedy = remedy_of_limit(cause) or "free space there, or make it writable"
         raise RunError(f"checkpoint {path} cannot be written: {reason}; {remedy}") from error
-
-
-def refuse_full_disk(folder: Path, needed: int) -> None:
-    """Raise a `RunError` if `folder` has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunError(
-            f"{folder} has {free:,} bytes left, but a checkpoint needs {needed:,}; "
-            "free some space there"
-        )
-
-
-def size_of(content: Any) -> int:
-    """Return the bytes of all tensors in nested containers."""
-    if isinstance(content, dict):
-        return sum(map(size_of, content.values()))
-    if isinstance(content, list | tuple):
-        return sum(map(size_of, content))
-    return int(getattr(content, "nbytes", 0))
 
 
 def remove_checkpoint(path: Path) -> None:

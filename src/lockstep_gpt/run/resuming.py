@@ -24,6 +24,7 @@ from lockstep_gpt.run.checkpoint_content import (
     refuse_broken_weights,
     shards_of,
 )
+from lockstep_gpt.run.checkpoint_room import refuse_full_disk, refuse_large_file, size_of
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity, some_of
 from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
@@ -177,8 +178,10 @@ def _newest_of_run(
     folder = directory.checkpoints
     refuse_misplaced(folder)
     files.remove_leftovers(folder)
-    weights = files.size_of(module.state_dict())
-    files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
+    weights = size_of(module.state_dict())
+    refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
+    if not config.strategy.get("save_parts", False):
+        refuse_large_file(weights)  # other optimizers have no moments
     newest = files.newest_verified(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
     if newest is None and (config.resume == "auto" or directory.metrics.exists()):

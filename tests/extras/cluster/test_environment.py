@@ -78,7 +78,8 @@ def test_an_interface_must_exist_by_name_prefix_or_exclusion():
     for good in (first, first[:1], f"={first}", "^nothing"):
         assert statuses(examine_variables({"NCCL_SOCKET_IFNAME": good})) == ["ok"]
     (finding,) = examine_variables({"GLOO_SOCKET_IFNAME": "nothing0"})
-    assert (finding.status, first in finding.fix) == ("failure", True)
+    assert (finding.status, first in finding.line) == ("failure", True)
+    assert finding.fix == "set one of them, or: unset GLOO_SOCKET_IFNAME"
 
 
 def test_an_unresolvable_master_is_reported():

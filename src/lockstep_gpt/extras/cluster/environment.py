@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
+from lockstep_gpt.launch.variables import GLOO, NCCL, refuse_absent_interface
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
@@ -101,30 +103,17 @@ def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
         for name, (value, effect) in SLOW.items()
         if variables.get(name, "").upper() == value
     ]
-    present = {name for _, name in socket.if_nameindex()}
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        wanted = variables.get(name, "")
-        if wanted and not _interfaces(wanted, present):
-            fix = f"set one of {', '.join(sorted(present))}"
-            findings.append(failure("variables", f"{name}={wanted} matches no interface", fix))
+    for name in (NCCL, GLOO):
+        try:
+            refuse_absent_interface(name, variables.get(name, ""))
+        except UserError as error:
+            fault, _, fix = str(error).partition("; ")
+            findings.append(failure("variables", fault, fix))
     tuned = sorted(name for name in variables if re.match("NCCL_|GLOO_", name))
     if findings:
         return findings
     listing = " ".join(f"{name}={variables[name]}" for name in tuned)
     return [ok("variables", listing or "no NCCL or GLOO variable is set")]
-
-
-def _interfaces(wanted: str, present: set[str]) -> set[str]:
-    """Return the interfaces that match NCCL's notation: prefixes, `=` exact, `^` all others."""
-    names = wanted.lstrip("^=").split(",")
-    exact = "=" in wanted[:2]
-    if exact:
-        chosen = present.intersection(names)
-    else:
-        chosen = {interface for interface in present if interface.startswith(tuple(names))}
-    if wanted.startswith("^"):
-        return present - chosen
-    return chosen
 
 
 def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
