@@ -6,7 +6,13 @@ Both are checked once, in the parent, before anything is created or torch is imp
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import tensor_sizes
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import apple, refused_callbacks, targets, trainer_arguments, variables
+from lockstep_gpt.launch import (
+    apple,
+    refused_callbacks,
+    targets,
+    trainer_arguments,
+    variables,
+)
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.registry import CHECK, additions
 from lockstep_gpt.settings import as_typed, check, check_choice, check_switch

@@ -30,7 +30,11 @@ from lockstep_gpt.run.checkpoint_content import (
     load_content,
 )
 from lockstep_gpt.run.checkpoint_downloads import download
-from lockstep_gpt.run.checkpoint_room import refuse_full_disk, refuse_large_file, size_of
+from lockstep_gpt.run.checkpoint_room import (
+    refuse_full_disk,
+    refuse_large_file,
+    size_of,
+)
 from lockstep_gpt.run.checkpoint_sums import (
     VerifiedCheckpoint,
     files_of,

@@ -24,7 +24,11 @@ from lockstep_gpt.run.checkpoint_content import (
     refuse_broken_weights,
     shards_of,
 )
-from lockstep_gpt.run.checkpoint_room import refuse_full_disk, refuse_large_file, size_of
+from lockstep_gpt.run.checkpoint_room import (
+    refuse_full_disk,
+    refuse_large_file,
+    size_of,
+)
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity, some_of
 from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
