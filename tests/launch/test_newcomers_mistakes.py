@@ -52,7 +52,7 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
         ),
         (
             "callbacks=early_stopping",
-            "callbacks=early_stopping is not one of default",
+            "callbacks=early_stopping is not one of ",
         ),
         (
             "callbacks.early_stopping.patience=3",

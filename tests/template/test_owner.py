@@ -8,6 +8,11 @@ import pytest
 
 # A new file of each kind.
 FILES = {
+    "configs/callbacks/a_rate.yaml": """\
+# Ours.
+rate:
+  _target_: lightning.pytorch.callbacks.LearningRateMonitor
+""",
     "configs/data/books.yaml": "# Ours.\ndefaults:\n  - text\n  - _self_\n\npath: /data/books\n",
     "configs/logger/csv.yaml": """\
 # Ours.
@@ -83,6 +88,8 @@ SETTINGS = {
 # Inherited tests that read the project's files or list its choices, and others that name some.
 READS = re.compile(r"\bROOT\b|config_folder|data_sources|__subclasses__")
 OTHERS = [
+    "tests/launch/test_arguments.py",
+    "tests/launch/test_newcomers_mistakes.py",
     "tests/test_own.py",
     "tests/test_train.py::test_a_bad_setting_fails_in_one_line_and_creates_nothing",
 ]

@@ -4,6 +4,7 @@ A project's owner may write, change, and delete pages, so projects don't have th
 """
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -188,6 +189,16 @@ def test_pages_are_few_and_short_enough_to_be_read(template, baked):
     assert len(pages) <= 14
     del pages["settings.md"]
     assert words_of(pages.values()) <= 14_000
+
+
+def test_our_reference_of_settings_is_complete(template):
+    """A project's test allows what its owner has added and not yet documented."""
+    script = "import settings; print(settings.page(), end='')"
+    places = os.pathsep.join([str(template / "src"), str(template / "scripts")])
+    page = subprocess.check_output(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": places}, encoding="utf-8"
+    )
+    assert page == (template / "docs/settings.md").read_text("utf-8")
 
 
 def test_every_readme_says_what_has_run_on_a_gpu(template, baked):
