@@ -110,10 +110,12 @@ class Config(Checked):
 def _refuse_without_class(path: str, node: Any) -> None:
     """Raise a `UserError` if a callback or a logger is a value, or names no class.
 
-    It doesn't show the value, which may be a secret.
+    It shows no other value than that of a switch, since others may be a secret.
     """
     if isinstance(node, dict) and "_target_" in node:
         return
+    if str(node).lower() in ("false", "off", "no", "none"):
+        raise UserError(f"{path}={node} is not a class; to leave it out, set {path}=null")
     group, _, name = path.partition(".")
     raise UserError(
         f"{path} has no _target_, which names its class; to set {name} of one that is chosen, "

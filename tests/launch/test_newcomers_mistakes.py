@@ -73,6 +73,8 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "data.path=a.txt,b.txt has several values: add --multirun to run each, or write one "
             "folder or one glob",
         ),
+        ("callbacks.sample=off", "callbacks.sample=off is not a class; to leave it out, set "),
+        ("logger.wandb=false", "logger.wandb=False is not a class; to leave it out, set logger."),
         ("=", "= has no name; write NAME=VALUE, without spaces, as in seed=1\n"),
         ("=3", "=3 has no name; write NAME=VALUE, without spaces, as in seed=1\n"),
         ("-c", "-c needs one of job, hydra, all; write -c job\n"),
@@ -256,3 +258,26 @@ def test_a_sweep_prints_each_job_once_and_marks_the_lowest_loss(command):
     rows = out.splitlines()[-2:]
     assert rows[losses.index(min(losses))].endswith("  (lowest)")
     assert out.count("(lowest)") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("callbacks.sample.prompt=Once upon, a time", "to set it to this text, quote it for the "),
+        ("run_name=first try, small", "to set it to this text, quote it for the shell and for "),
+        ("optim.lr=1e-3, 3e-3", "add --multirun to run each"),
+        ("optim=adamw, muon", "add --multirun to run each"),
+    ],
+)
+def test_a_sentence_with_a_comma_is_no_list_of_values(word, remedy, capsys):
+    assert cli.main(["train", word]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_a_key_with_a_dot_in_a_recipe_is_answered_with_two_lines(tmp_path, capsys):
+    (tmp_path / "experiment").mkdir()
+    recipe = "# @package _global_\ndefaults:\n  - smoke\noptim.lr: 1e-3\n"
+    (tmp_path / "experiment/dotted.yaml").write_text(recipe)
+    assert cli.main(["train", "--config-dir", str(tmp_path), "experiment=dotted"]) == 2
+    rule = "optim.lr has a dot; in YAML, write optim: and, indented below it, lr: VALUE"
+    assert rule in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.callbacks import Timer
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.building import build
+from lockstep_gpt.training.building import build, build_callback
 
 TIMER = "lightning.pytorch.callbacks.Timer"
 DURATION = {"_target_": "datetime.timedelta", "seconds": 3}
@@ -36,3 +36,12 @@ def test_an_argument_with_a_typing_error_is_refused_with_the_nearest():
 def test_functions_that_run_any_code_are_rejected(node):
     with pytest.raises(UserError, match=r"os\.system|subprocess\.run"):
         build(node, {})
+
+
+def test_a_class_that_is_no_callback_is_refused_by_its_name():
+    with pytest.raises(
+        UserError, match=r"^callbacks\.mine: collections\.Counter is not a callback; "
+    ):
+        build_callback("mine", {"_target_": "collections.Counter"})
+    node = {"_target_": TIMER, "duration": DURATION}
+    assert isinstance(build_callback("mine", node), Timer)

@@ -24,6 +24,7 @@ from lockstep_gpt.data.recipe import (
     folder_of,
     recipe_of,
 )
+from lockstep_gpt.data.tokenizer import NumberTokenizer
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.whole_files import sync_folder
 
@@ -39,6 +40,7 @@ def prepare(config: DataConfig, verify: bool = False, tell: bool = False) -> Pat
     """
     started = time.perf_counter()
     is_new = False
+    is_fixed = config.fingerprint is not None
     if config.fingerprint is None or not folder_of(config).is_dir():
         recipe = _recipe_of(config)
         config = replace(config, fingerprint=recipe.fingerprint)
@@ -52,6 +54,8 @@ def prepare(config: DataConfig, verify: bool = False, tell: bool = False) -> Pat
                 "folder that you may write, on a disk with space"
             ) from error
     folder = opened(config)
+    if not is_fixed:
+        _refuse_other_vocabulary(config, folder)
     if is_new or verify or tell:
         index = shards.load_index(folder)
         if verify:
@@ -91,6 +95,23 @@ def _recipe_of(config: DataConfig) -> Recipe:
     if config.fingerprint != recipe.fingerprint:
         raise UserError(f"{folder} is missing, and the corpus now gives other tokens; {remedy}")
     return recipe
+
+
+def _refuse_other_vocabulary(config: DataConfig, folder: Path) -> None:
+    """Raise a `UserError` if `folder` has the same numbers, but for a vocabulary of another size.
+
+    The size isn't part of what a fingerprint is made of for tokens that are numbers already.
+    """
+    tokenizer = shards.load_index(folder).tokenizer
+    wanted = getattr(config, "vocab_size", None)
+    if tokenizer["kind"] != NumberTokenizer.kind or wanted is None:
+        return
+    if tokenizer["vocab_size"] != wanted:
+        size = tokenizer["vocab_size"]
+        raise UserError(
+            f"data.vocab_size={wanted}: {folder} was prepared with {size}; set "
+            f"data.vocab_size={size}, or delete the folder to prepare it again"
+        )
 
 
 def opened(config: DataConfig) -> Path:

@@ -96,6 +96,9 @@ def one_line(error: Exception, arguments: list[str]) -> str:
 
 def _several_values(word: str) -> str:
     """Return that an override has several values, and the remedies."""
+    name, _, value = word.partition("=")
+    if name not in choices.group_names() and re.search(r"[^\W\d]\w*,? +[^\W\d]", value):
+        return quoting.unparsed_line(word)  # a sentence
     line = f"{word} has several values: add --multirun to run each, or write"
     if word.startswith("data.path="):
         return f"{line} one folder or one glob, in quotes, that has all files"
@@ -251,6 +254,8 @@ def _unknown_setting(path: str, value: str) -> str:
 
     settings = choices.settings_below(parent)
     owners = sorted(choice for choice, names in settings.items() if name in names)
+    if owners == [""]:  # the setting exists, but not under one key with a dot
+        return f"{path} has a dot; in YAML, write {parent}: and, indented below it, {name}: VALUE"
     if owners:
         return f"{path} is a setting of {parent}={' or '.join(owners)}, which is not chosen here"
 

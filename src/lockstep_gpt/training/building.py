@@ -63,6 +63,17 @@ def _refuse_unknown_arguments(
             raise UserError(f"{node['_target_']} has no argument {name}; use {' or '.join(near)}")
 
 
+def build_callback(name: str, node: dict[str, Any]) -> Callback:
+    """Build a callback, or raise a `UserError` if the class isn't one."""
+    callback = build(node, {})
+    if not isinstance(callback, Callback):
+        raise UserError(
+            f"callbacks.{name}: {node['_target_']} is not a callback; derive the class from "
+            "lightning.Callback, or name another"
+        )
+    return callback
+
+
 def target_of(node: dict[str, Any]) -> Callable[..., Any]:
     """Return what a `_target_` node names, or raise a `UserError`."""
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises
@@ -200,7 +211,7 @@ def build_trainer(
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
-        chosen = [build(node, {}) for node in config.callbacks.values()]
+        chosen = [build_callback(name, node) for name, node in config.callbacks.items()]
         make_trainer = deferred({**VALIDATION, **config.trainer, **places})
         users_plugins = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(

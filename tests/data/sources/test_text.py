@@ -263,3 +263,10 @@ def test_line_ends_of_windows_are_told_once_and_only_where_they_are_kept(tmp_pat
     texts(corpus(path))
     texts(corpus(path))
     assert caplog.text.count(f"data.path={path} has lines that end in CRLF") == 1
+
+
+def test_json_lines_read_as_text_are_told_once(tmp_path, caplog):
+    path = write(tmp_path, {"a.jsonl": '{"text": "x"}\n' * 9, "b.jsonl": '{"text": "y"}\n'})
+    assert len(list(corpus(path).blocks(Position()))) > 0
+    assert caplog.text.count(f"data.path={path} has JSON lines") == 1
+    assert caplog.text.strip().endswith("data=jsonl")

@@ -681,3 +681,16 @@ def test_an_index_of_lit_data_that_is_nested_too_deeply_is_named(tmp_path):
     (tmp_path / "index.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match=r"index\.json is not JSON; copy the folder again"):
         tokens(corpus(tmp_path))
+
+
+def test_another_vocabulary_for_prepared_numbers_is_refused(tmp_path):
+    path = write(tmp_path / "t.bin", IDS % 600)
+    settings = {"vocab_size": 600, "root": str(tmp_path / "data")}
+    folder = prepare(corpus(path, **settings))
+    assert prepare(corpus(path, **settings)) == folder
+    other = corpus(path, **settings | {"vocab_size": 700})
+    rule = rf"^data\.vocab_size=700: {folder} was prepared with 600; set data\.vocab_size=600, or "
+    with pytest.raises(UserError, match=rule):
+        prepare(other)
+    other.fingerprint = load_index(folder).fingerprint  # as in a run from before this check
+    assert prepare(other) == folder

@@ -204,3 +204,22 @@ def test_an_unknown_setting_is_one_line(command):
     refused = command.train("logger=wandb", "+logger.wandb.projekt=p", status=2)
     assert "unexpected keyword argument 'projekt'" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "line"),
+    [
+        (None, r"^logger\.wandb\.mode=online is rejected .+, or set logger\.wandb\.mode=auto"),
+        ("online", r"^WANDB_MODE=online is rejected .+, or set WANDB_MODE=offline"),
+    ],
+)
+def test_without_a_login_the_place_of_the_mode_is_named(variable, line, monkeypatch):
+    def refuse(**_):
+        raise wandb_run.wandb.errors.UsageError("No API key configured")
+
+    monkeypatch.setattr(wandb_run.wandb, "init", refuse)  # whoever runs this may have a login
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    with pytest.raises(UserError, match=line):
+        wandb_run.start_run("online", 1.0)

@@ -29,11 +29,22 @@ class Text(PathDocuments):
 
     def documents_in(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
         """Return the documents in a piece of a file, and how many weren't UTF-8."""
+        if path.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+            _tell_of_json(self.path)
         if not self.by_line:
             if b"\r\n" in piece:
                 _tell_of_crlf(self.path)
             return super().documents_in(piece, path)
         return lines_in(piece, self.invalid_utf8, path)
+
+
+@cache
+def _tell_of_json(corpus: str) -> None:
+    logger.warning(
+        "data.path=%s has JSON lines, whose names and quotes become part of the training text; for "
+        "the texts in them: data=jsonl",
+        corpus,
+    )
 
 
 @cache  # once, although a tokenizer that learns reads the corpus, too

@@ -207,9 +207,13 @@ def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
         rule = f"is rejected by wandb: {reason}; name another"
         is_project = "Invalid project name" in reason
         check("logger.wandb.project", arguments.get("project"), not is_project, rule)
+        place = "logger.wandb.mode"
+        remedy = "set logger.wandb.mode=auto, which logs offline without an account"
+        if os.environ.get("WANDB_MODE") == mode:
+            place = "WANDB_MODE"
+            remedy = "set WANDB_MODE=offline, which needs no account"
         raise UserError(
-            f"logger.wandb.mode={mode} is rejected by wandb: {reason}; run `wandb login`, or set "
-            "logger.wandb.mode=auto, which logs offline without an account"
+            f"{place}={mode} is rejected by wandb: {reason}; run `wandb login`, or {remedy}"
         ) from None
     except wandb.errors.CommError as error:
         reason = " ".join(str(error).split())
