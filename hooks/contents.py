@@ -17,9 +17,6 @@ SLUG = "lockstep-gpt"
 MARKED = ("README.md", "docs/README.md", "pyproject.toml")
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table
-SETTINGS = "docs/settings.md"
-# The settings of an extra, up to the next section.
-OF_EXTRA = re.compile(r"\n## Extra `(\w+)`\n(?:(?!\n?## ).*\n)*")
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
 README = "{{cookiecutter.project_slug}}/README.md"
 FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
@@ -34,8 +31,6 @@ def new_content(name: str, content: bytes, answers: Answers) -> bytes:
         return content
     if name in MARKED:
         text = _chosen_lines(text, answers)
-    if name == SETTINGS:
-        text = OF_EXTRA.sub(lambda part: part[0] if part[1] in answers.extras else "", text)
     text = _renamed(text, answers)
     for pattern, line in EDITS.get(name, {}).items():
         text = _replaced_once(name, text, pattern, line(answers))
@@ -118,15 +113,6 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
     "configs/logger/wandb.yaml": {
         "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",
         "  entity: ": _entity_line,
-    },
-    SETTINGS: {
-        r"\| `logger.wandb.project` ": lambda answers: (
-            f"| `logger.wandb.project` | `{answers.wandb_project}` |  |"
-        ),
-        r"\| `logger.wandb.entity` ": lambda answers: (
-            f"| `logger.wandb.entity` | `{answers.wandb_entity or 'null'}` "
-            "| null: the account's default |"
-        ),
     },
     "configs/sweep.yaml": {
         "project: ": lambda answers: f"project: {_quoted(answers.wandb_project)}",

@@ -1,15 +1,13 @@
 """What the template adds to Jinja: a check of the answers, and the template's path.
 
-Cookiecutter and cruft render the hooks in the template's folder and run them elsewhere, so the
-path is only certain here.
+Cookiecutter renders the hooks in the template's folder and runs them elsewhere, so the path is only
+certain here.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 from types import FrameType
@@ -18,6 +16,8 @@ from typing import Any
 from jinja2 import Environment
 from jinja2.ext import Extension
 from rich.prompt import Prompt
+
+from hooks.answers import Refused, check, checked, suggested_package, suggested_slug
 
 QUESTIONS = Path(__file__).parents[1] / "cookiecutter.json"
 
@@ -28,15 +28,13 @@ class TemplateExtension(Extension):
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         _need_hooks()  # cookiecutter creates this before it creates a folder
-        rules = _rules()
         environment.globals.update(
             check_answer=check_answer,
             check_answers=check_answers,
             keeps_files=lambda: bool(_cookiecutter_s("generate_files", "skip_if_file_exists")),
-            suggested_package=rules["suggested_package"],
-            suggested_slug=rules["suggested_slug"],
+            suggested_package=suggested_package,
+            suggested_slug=suggested_slug,
             template_root=os.getcwd,
-            under_cruft=lambda: "cruft" in sys.modules,
         )
 
 
@@ -46,12 +44,11 @@ def check_answer(answers: dict[str, Any], name: str) -> str:
     Raises:
         SystemExit: it is invalid, and questions are off.
     """
-    rules = _rules()
     while name in answers:  # a replay only asks what it doesn't know
         try:
-            rules["check"](name, answers[name])
+            check(name, answers[name])
             break
-        except rules["Refused"] as refused:
+        except Refused as refused:
             if _cookiecutter_s("prompt_for_config", "no_input") is not False:
                 raise SystemExit(f"Error: {refused}") from None
             print(f"  {refused}")
@@ -72,12 +69,11 @@ def check_answers(answers: dict[str, Any]) -> str:
 
     Raises:
         SystemExit: an answer is invalid; nothing has been written yet. This is the only exception
-            that ends both cookiecutter and cruft with one line.
+            that ends cookiecutter with one line.
     """
-    rules = _rules()
     try:
-        rules["checked"](answers)
-    except rules["Refused"] as refused:
+        checked(answers)
+    except Refused as refused:
         raise SystemExit(f"Error: {refused}") from None
     return ""
 
@@ -90,18 +86,6 @@ def _need_hooks() -> None:
                 "Error: --accept-hooks no leaves nothing: this template's hooks make the project; "
                 "read hooks/, then leave that option out"
             )
-
-
-def _rules() -> dict[str, Any]:
-    """Run, not import: `cruft update` checks out two states of the template in one process."""
-    path = Path(__file__).with_name("answers.py")
-    return _run(path, path.read_bytes())
-
-
-@functools.cache
-def _run(path: Path, _content: bytes) -> dict[str, Any]:
-    """Run a file again only if its content has changed: each answer asks for the rules."""
-    return runpy.run_path(str(path))
 
 
 def _cookiecutter_s(function: str, variable: str) -> Any:

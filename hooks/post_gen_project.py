@@ -12,10 +12,10 @@ from hooks.answers import checked  # noqa: E402
 from hooks.project import make, origin_of  # noqa: E402
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
-keep, under_cruft = json.loads(r"""{{ [keeps_files(), under_cruft()] | tojson }}""")
+keep = json.loads(r"""{{ keeps_files() | tojson }}""")
 template = answers.get("_template", "")  # cookiecutter doesn't clone a local path
 fetched = "" if answers.get("_repo_dir", "").startswith(template) else template
-screen = make(ROOT, Path.cwd(), checked(answers), origin_of(ROOT, fetched), keep, under_cruft)
+screen = make(ROOT, Path.cwd(), checked(answers), origin_of(ROOT, fetched), keep)
 try:
     print(screen, flush=True)
 except OSError:  # nobody reads it anymore; the project is complete

@@ -31,26 +31,17 @@ TEMPLATE_ONLY = (
     "docs/coming_from.md",
     "docs/first_run.png",
     "docs/lockstep.png",
-    "docs/speedrun.md",
     "hooks/",
-    "scripts/benchmark.py",
-    "scripts/benchmarks/",
+    "lab/",
     "scripts/deletions.py",
-    "scripts/scaling.py",
-    "scripts/speedrun.py",
-    "scripts/speedrun/",
-    "scripts/time_to_loss.py",
     "tests/extras/pages/test_inductor.py",
     "tests/gpu_without_gpu/test_compiled_variants.py",
-    "tests/ladder/test_compare.py",
-    "tests/ladder/test_pitfalls.py",
-    "tests/ladder/test_readme.py",
+    "tests/lab/",
     "tests/model/test_against_transformers.py",
     "tests/run/test_migrations.py",
     "tests/scripts/test_dev.py",
     "tests/scripts/test_environments.py",
     "tests/scripts/test_slurm.py",
-    "tests/scripts/test_speedrun.py",
     "tests/template/",
     "tests/test_nodes.py",
     "{{cookiecutter.project_slug}}/",
@@ -80,7 +71,6 @@ def make(
     answers: Answers,
     origin: Mapping[str, Any] | None = None,
     keep: bool = False,
-    under_cruft: bool = False,
 ) -> str:
     """Make a project in `target`.
 
@@ -90,7 +80,6 @@ def make(
         answers: the answers for this project.
         origin: what the project records of its template, if it differs from what `root` shows.
         keep: don't overwrite existing files.
-        under_cruft: don't use git: cruft adds its own file first, and compares folders.
 
     Returns:
         A text for the screen: what was made, and the next commands.
@@ -111,7 +100,7 @@ def make(
         if not (keep and _is_of_the_user(target / name)):
             _write(target / name, content)
     history = ""
-    if answers.git_init and not under_cruft:
+    if answers.git_init:
         history = _first_commit(target, answers)
     return _screen(target, answers, len(contents), history)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare our command's speed with that of loops that you would write without it.
 
-usage: python scripts/benchmark.py [--models S,M] [--precisions 32-true,bf16-mixed] [--ranks 1]
+usage: python lab/benchmark.py [--models S,M] [--precisions 32-true,bf16-mixed] [--ranks 1]
            [--loops plain,ours,...] [--rounds 5] [--steps 12] [--compile] [--device cpu]
            [--nanogpt PATH] [--json FILE] [--chart FILE]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how training speed depends on the number of devices of this machine.
 
-usage: python scripts/scaling.py [--devices 1,2] [--kinds strong,weak] [--rounds 3] [--steps 12]
+usage: python lab/scaling.py [--devices 1,2] [--kinds strong,weak] [--rounds 3] [--steps 12]
            [--hardware measured|NAME|FILE] [--json FILE] [--chart FILE] [overrides]
 
 Runs the real command with each number of devices alternately, and compares within a round: the

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compare the training seconds that recipes need to reach one validation loss on a CPU.
 
-usage: python scripts/speedrun.py [RECIPE ...] [--seeds 1,2,3,4,5] [--nanogpt FOLDER]
+usage: python lab/speedrun.py [RECIPE ...] [--seeds 1,2,3,4,5] [--nanogpt FOLDER]
            [--text FILE] [--target 1.396] [--json FILE]
 
-A RECIPE is a file in scripts/speedrun/ or your own file; docs/speedrun.md has the rules and the
+A RECIPE is a file in lab/speedrun/ or your own file; lab/speedrun/README.md has the rules and the
 records. By default, the newest recipe runs against nanoGPT's, seed by seed. `--nanogpt` is a
 checkout of nanoGPT, for its recipe. `--text` uses another text, which does not count for records.
 """
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = ROOT / "scripts" / "speedrun"
+RECIPES = ROOT / "lab/speedrun"
 SIZE = 1_115_394  # bytes of the text; the last tenth is the validation set
 SHA256 = "f8390c7a254261f9390706c82da8e6c78eae9c2e548f64cba3fa1b72a250bd85"  # CPython 3.11.7's
 CONTEXT = 64  # tokens that a prediction may see

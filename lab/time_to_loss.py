@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the steps, tokens, and seconds that a model and optimizer need to a validation loss.
 
-usage: python scripts/time_to_loss.py [--device cpu] [--target 1.396] [--seeds 1,2,3]
+usage: python lab/time_to_loss.py [--device cpu] [--target 1.396] [--seeds 1,2,3]
            [--recipes gpt2-adamw,modern-muon] [--steps N] [--every 10] [--json FILE] [overrides]
 
 With `--device cuda`, the recipes have 124 M parameters, and the target is 3.28 nats per token, as

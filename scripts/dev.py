@@ -12,7 +12,6 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   lint                    only lint and types
   format                  fix what lint can fix by itself, such as spaces and the order of imports
   install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
-  docs                    write the pages that list all settings, and draw the layers of the code
   update [TEMPLATE]       apply a later state of the template; see update --help
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear message.
@@ -67,7 +66,6 @@ SECONDS = "test-seconds"  # the time of all tests, or all fast ones, when they l
 PER_TEST = {"all": 0.3, "fast": 0.1}
 LINT = {"lint": [["ruff", "check"], ["ruff", "format", "--check"]], "types": [["mypy"]]}
 FORMAT = (["-m", "ruff", "check", "--fix"], ["-m", "ruff", "format"])
-WRITERS = (["scripts/settings.py"], ["scripts/architecture.py"])  # of what is generated in docs/
 # Tests of files without a mirror in the tree of tests, besides those that name them.
 OTHERS = {"configs": "tests/launch/test_compose.py"}
 
@@ -88,7 +86,6 @@ def main(arguments: "list[str]") -> int:
         return update.main(arguments[1:], ROOT)
     own = {
         "install": install,
-        "docs": lambda options: _run_each(WRITERS, options),
         "test": test,
         "lint": lint,
         "format": lambda options: _run_each(FORMAT, options, everything=True),

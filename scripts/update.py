@@ -8,7 +8,6 @@ generates the project twice with its own answers, at the commit of the last upda
 one, and git applies the difference as a cherry-pick. The result is staged but not committed.
 
 An extra is added or removed only if it is named; the first line of the output says which are.
-Pages that scripts write never stay in conflict: they are written again.
 Exit status: 0 all applied, 1 conflicts remain, 2 rejected, and nothing was changed.
 """
 
@@ -16,14 +15,11 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from environments import Environment
 
 RECORD = ".template.json"
 # For our temporary commits, which serve only the merge; nobody sees them.
@@ -36,8 +32,6 @@ PLAIN = [
     "-c",
     "core.hooksPath=" + os.devnull,
 ]
-# Pages that scripts write, and a picture.
-WRITTEN = re.compile(r"docs/((\w+_)?settings\.md|architecture\.svg)")
 # Why a file without markers is in conflict, by the states of it that git has.
 WITHOUT_MARKERS = {
     "2": "  (yours, moved with its folder, which the template renamed)",
@@ -45,7 +39,6 @@ WITHOUT_MARKERS = {
     "12": "  (you changed it, the template deleted it)",
     "13": "  (you deleted it, the template changed it)",
 }
-WRITERS = ("scripts/settings.py", "scripts/architecture.py")
 
 
 class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
@@ -120,7 +113,6 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
         print(f"up to date with {source} at {new[:12]}")
         return 0
     _apply(project, change)
-    reminder = _settle_written_pages(project, folder / "new")
     conflicts = _conflicts(project)
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
     if new != last:
@@ -128,9 +120,6 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     if conflicts:
         print("conflicts remain; resolve these, git add them, test, commit:")
         print("".join(f"  {name}{why}\n" for name, why in conflicts.items()), end="")
-    if reminder:
-        print(reminder)
-    if conflicts:
         return 1
     print("all applied and staged; next: python3 scripts/dev.py test, then git commit")
     return 0
@@ -170,61 +159,6 @@ def _conflicts(project: Path) -> "dict[str, str]":
     return {name: WITHOUT_MARKERS.get(stages[name], "") for name in sorted(stages)}
 
 
-def _settle_written_pages(project: Path, new: Path) -> str:
-    """Write the pages again that scripts write; return what the person should do, if anything.
-
-    A page in conflict first gets the template's text, because its script may not be able to run.
-    A page that its owner has deleted stays deleted.
-    """
-    tracked = _git(project, "ls-files", "docs").splitlines()
-    pages = sorted({name for name in tracked if WRITTEN.fullmatch(name)})
-    conflicting = [name for name in pages if name in _conflicts(project)]
-    for name in conflicting:
-        _settle(project, new, name)
-    pages = [name for name in pages if (project / name).is_file()]
-    if pages and _write_pages(project):
-        _git(project, "add", "--", *pages)
-        return ""
-    outdated = [name for name in pages if name in conflicting]
-    if not outdated:
-        return ""
-    return f"write {' '.join(outdated)} again with: python3 scripts/dev.py docs"
-
-
-def _write_pages(project: Path) -> bool:
-    """Run the scripts that write pages, if the environment is there; say if all worked."""
-    python = Environment().python
-    scripts = [script for script in WRITERS if (project / script).is_file()]
-    if not scripts or not Path(python).exists() or _conflicts(project):
-        return False
-    before = _written_pages(project)
-    failed = False
-    for script in scripts:
-        done = subprocess.run([python, script], cwd=project, capture_output=True)
-        failed = failed or done.returncode != 0
-    for page in _written_pages(project) - before:
-        page.unlink()  # its owner has deleted it
-    return not failed
-
-
-def _written_pages(project: Path) -> "set[Path]":
-    """Return the paths of the pages in a project that scripts write."""
-    pages = (project / "docs").glob("*")
-    return {page for page in pages if WRITTEN.fullmatch(f"docs/{page.name}")}
-
-
-def _settle(project: Path, new: Path, name: str) -> None:
-    """Resolve the conflict of a page: the template's text, unless one side deleted the page."""
-    of_the_project = "2"  # the number of its stage in the index
-    unmerged = _git(project, "ls-files", "-u", "--", name).splitlines()
-    stages = {line.split("\t")[0].split()[2] for line in unmerged}
-    if of_the_project in stages and (new / name).is_file():
-        shutil.copy(new / name, project / name)
-        _git(project, "add", "--", name)
-    else:
-        _git(project, "rm", "-q", "-f", "--", name)
-
-
 def _recorded(project: Path) -> dict:
     """Return the project's record of its template, or raise `Refused`."""
     if not (project / RECORD).is_file():
@@ -252,7 +186,7 @@ def _checked_out(clone: Path, folder: Path, commit: str, record: dict) -> Path:
     _git(clone, "worktree", "add", "-q", "--detach", str(folder), commit)
     template = folder / record["directory"]
     if not (template / "hooks" / "generate.py").is_file():
-        raise Refused(f"the template at {commit[:12]} is too old for this; use cruft")
+        raise Refused(f"the template at {commit[:12]} is too old for this")
     return template
 
 

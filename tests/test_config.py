@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import re
 import sys
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import lightning
@@ -325,3 +326,14 @@ def test_a_config_from_code_is_checked_like_one_from_yaml():
         OptimConfig(algorithm="adamw", lr=-1)
     with pytest.raises(UserError, match=r"^max_steps=null and max_tokens=null"):
         Config()
+
+
+def test_every_setting_is_read_somewhere():
+    package = Path(extras.__file__).parents[1]
+    files = [path for path in package.rglob("*.py") if path.name != "config.py"]
+    sources = "\n".join(path.read_text("utf-8") for path in files)
+    owners = {Config, *groups().values(), *data_choices().values()}
+    names = {item.name for owner in owners for item in dataclasses.fields(owner)}
+    names.remove("of_extras")  # the groups of extras, no setting
+    read = {*re.findall(r"\.(\w+)", sources), *re.findall(r"\[?\"(\w+)\"", sources)}
+    assert names - read == set()

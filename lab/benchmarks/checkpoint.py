@@ -1,6 +1,6 @@
 """How long a save stops training: our save, compared with the least time that one could take.
 
-usage: python scripts/benchmarks/checkpoint.py [--megabytes 600] [--rounds 5] [--json FILE]
+usage: python lab/benchmarks/checkpoint.py [--megabytes 600] [--rounds 5] [--json FILE]
 
 Interleaved in one process; medians. `plain` is only torch.save, fsync, and SHA-256; `blocking` is
 our save; `background` is the time for which our background save stops its caller.

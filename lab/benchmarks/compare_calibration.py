@@ -1,6 +1,6 @@
 """How often `compare` is wrong, and how many runs it needs: a table from real runs.
 
-usage: python scripts/benchmarks/compare_calibration.py [--seeds 64] [--folder runs/calibration]
+usage: python lab/benchmarks/compare_calibration.py [--seeds 64] [--folder runs/calibration]
 
 The smoke experiment, for 60 steps, trains with each seed in a setting and in one with a learning
 rate that gains about 1 %. The runs are then drawn again and again, in random order:

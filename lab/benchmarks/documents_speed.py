@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what documents that don't see each other cost: attention, and a whole training step.
 
-usage: python scripts/benchmarks/documents_speed.py
+usage: python lab/benchmarks/documents_speed.py
            [--mean 300] [--threads 1] [--pairs 9] [--context 1024]
 
 Each pair runs one with the mask and one without on the same tokens, one after the other; the

@@ -1,6 +1,6 @@
 """How far rounding drives runs on several ranks apart: the table of docs/devices.md.
 
-usage: python scripts/benchmarks/drift.py [--ranks 2,4] [--steps 300] [--plot FILE.png]
+usage: python lab/benchmarks/drift.py [--ranks 2,4] [--steps 300] [--plot FILE.png]
 
 The smoke experiment trains on one rank and on more, with the same samples in each step, in fp64,
 fp32, and bf16. The table has the largest difference between any weight of both runs after some

@@ -1,6 +1,6 @@
 """Check that a run that is killed many times ends like an undisturbed run.
 
-usage: python scripts/benchmarks/endurance.py [--ranks 3] [--kills 10] [--seeds 5]
+usage: python lab/benchmarks/endurance.py [--ranks 3] [--kills 10] [--seeds 5]
 
 Each run loses processes at random moments, also while it writes checkpoints or deletes old ones:
 ranks, their agent, or the command. The command is started again whenever it has ended. The corpus

@@ -1,9 +1,9 @@
 """The cost of equal bits: steps that add gradients in the tree's order, compared with torch's.
 
-usage: python scripts/benchmarks/exact.py [--models S,M] [--steps 30]
+usage: python lab/benchmarks/exact.py [--models S,M] [--steps 30]
 
 Both kinds alternate, step by step, in the same processes with one thread each: GPT-2 in shapes of
-scripts/benchmark.py, K micro-batches, AdamW. The table has medians, and the median ratio of
+lab/benchmark.py, K micro-batches, AdamW. The table has medians, and the median ratio of
 neighboring steps. `split` is the cost of K micro-batches on one rank, relative to one whole batch.
 """
 
@@ -74,7 +74,7 @@ class Loop:
 def main() -> None:
     """Print a line per case: the medians of both kinds, and of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default="S,M", help="of scripts/benchmark.py (default: S,M)")
+    parser.add_argument("--models", default="S,M", help="of lab/benchmark.py (default: S,M)")
     parser.add_argument("--steps", type=int, default=30, help="of each kind (default: 30)")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -1,6 +1,6 @@
 """How fast batches come from a large map of tokens: our way, compared with torch's own way.
 
-usage: python scripts/benchmarks/feeding.py [--tokens 1_000_000_000] [--rounds 5] [--json FILE]
+usage: python lab/benchmarks/feeding.py [--tokens 1_000_000_000] [--rounds 5] [--json FILE]
 
 Micro-batches of 16 x 1024 tokens in random windows, interleaved in one process; medians. `ours` is
 where training takes its batches from; `inline` is the same without the thread; `stock` is a

@@ -1,6 +1,6 @@
 """Check that `verify` finds and names flipped bits, and never accuses a clean run.
 
-usage: python scripts/benchmarks/flips.py [--flips 100] [--seed 1] [--clean 20]
+usage: python lab/benchmarks/flips.py [--flips 100] [--seed 1] [--clean 20]
 
 Flips one random bit in each of many small runs: in a weight, the optimizer's state, one rank's
 gradient, a token, or a checkpoint, whose SHA-256 is then computed again. All runs have the settings

@@ -1,6 +1,6 @@
 """Check that a run recovers from the death of any of its processes, and leaves none behind.
 
-usage: python scripts/benchmarks/kills.py [--kills 100] [--seed 1]
+usage: python lab/benchmarks/kills.py [--kills 100] [--seed 1]
 
 Each run of two ranks loses one process at a random moment, from the start of the command on: the
 command or torchrun, the agent, the fork server, a rank, or wandb's service. Runs start in turn with

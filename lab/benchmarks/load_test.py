@@ -1,6 +1,6 @@
 """Send requests to the command `serve` from many clients at once; count what comes back.
 
-usage: python scripts/benchmarks/load_test.py
+usage: python lab/benchmarks/load_test.py
            RUN [--clients 100] [--seconds 60] [--serve="--parallel 8"]
 
 Starts a server of its own. Each client sends one request after another; every second one is

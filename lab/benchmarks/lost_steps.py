@@ -1,6 +1,6 @@
 """Kill processes of runs again and again: which steps are computed twice, and are all bits equal?
 
-usage: python scripts/benchmarks/lost_steps.py [--runs 20] [--kills 10] [--seed 1]
+usage: python lab/benchmarks/lost_steps.py [--runs 20] [--kills 10] [--seed 1]
 
 Each of `--runs` runs loses processes `--kills` times, at random moments, also while it recovers:
 

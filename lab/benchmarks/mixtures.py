@@ -1,6 +1,6 @@
 """What a mixture costs beside a single corpus of as many tokens: startup, batches, memory.
 
-usage: python scripts/benchmarks/mixtures.py [--sources 10] [--tokens 1_000_000_000] [--rounds 9]
+usage: python lab/benchmarks/mixtures.py [--sources 10] [--tokens 1_000_000_000] [--rounds 9]
 
 The token files are sparse: zeros that take no space on disk. Startup is what a rank does from the
 frozen settings to the windows of its first batch, in a new process that has imported everything.

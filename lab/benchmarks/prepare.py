@@ -1,6 +1,6 @@
 """How fast a corpus becomes token files, and how much memory that needs.
 
-usage: python scripts/benchmarks/prepare.py [--large 1000] [--rounds 3] [--json FILE]
+usage: python lab/benchmarks/prepare.py [--large 1000] [--rounds 3] [--json FILE]
 
 The corpus is the source of the Python standard library, repeated, in files of 8 MB. Each build runs
 in its own process, with one process that tokenizes; its seconds are those that it reports, and its

@@ -1,6 +1,6 @@
 """The time from `kill -9` of a rank to the run's next new step, part by part.
 
-usage: python scripts/benchmarks/restart.py [--kills 12] [--only warm] [SETTING=VALUE ...]
+usage: python lab/benchmarks/restart.py [--kills 12] [--only warm] [SETTING=VALUE ...]
 
 Kills random ranks of one run of two at random moments: the model of quickstart, which tracks to
 wandb offline. A new step is one that no rank had computed before the kill. Each process notes the

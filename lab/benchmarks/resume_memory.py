@@ -1,6 +1,6 @@
 """Host memory and reads of ranks that resume, beyond what they hold afterward; Linux only.
 
-usage: python scripts/benchmarks/resume_memory.py [--ranks 8] [--width 512] [--layers 6]
+usage: python lab/benchmarks/resume_memory.py [--ranks 8] [--width 512] [--layers 6]
            [--strategy ddp | fsdp2] [--save-parts] [--against CHECKOUT]
 
 A run takes one step and saves; then all ranks resume it, with none of its pages in memory, and

@@ -1,6 +1,6 @@
 """The cost of starting ranks, here and in another checkout: CPU seconds, memory, recovery.
 
-usage: python scripts/benchmarks/warm.py --against CHECKOUT [--repeats 7]
+usage: python lab/benchmarks/warm.py --against CHECKOUT [--repeats 7]
 
 Each checkout runs with its own .venv. The two alternate; ratios are those of the medians.
 """

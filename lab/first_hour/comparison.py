@@ -8,13 +8,13 @@ import sys
 
 from measuring import ROOT, Job, Measurement, Skip, Stage, program
 
-BENCHMARK = ROOT / "scripts/benchmark.py"  # only where the project is developed
+BENCHMARK = ROOT / "lab/benchmark.py"  # only where the project is developed
 
 
 def loops(job: Job) -> None:
     """Compare ours, a plain loop, and nanoGPT, compiled, with the same micro-batch."""
     if not BENCHMARK.is_file():
-        raise Skip("needs scripts/benchmark.py, which only the template's repository has")
+        raise Skip("needs lab/benchmark.py, which only the template's repository has")
     file = job.hour.out / "loops.json"
     file.unlink(missing_ok=True)
     words = ["--precisions", "bf16-mixed", "--rounds", "1", "--loops", "ours,plain"]

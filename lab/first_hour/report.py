@@ -13,7 +13,7 @@ REFUSED = "refused"  # the project said in one line that it does not support thi
 SKIPPED = "skipped"
 FOLDED_LINES = 30  # of a failure's log
 INTRODUCTION = """\
-From `scripts/first_hour/run.py`. The column *s* has the seconds that a measurement took, with all
+From `lab/first_hour/run.py`. The column *s* has the seconds that a measurement took, with all
 starts and compilations. Speeds and times in the results are without these.
 """
 OF_DRY_RUN = """\

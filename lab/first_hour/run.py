@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Have a GPU for an hour? This measures, on it, what matters most about this project.
 
-usage: python scripts/first_hour/run.py [STAGE ...] [--out FOLDER] [--only TEXT] [--nanogpt FOLDER]
+usage: python lab/first_hour/run.py [STAGE ...] [--out FOLDER] [--only TEXT] [--nanogpt FOLDER]
            [--seconds N] [--dry]
 
 Stages: A works; B speed; C comparison; D hard cases; E several GPUs. Without a stage, all run. The

@@ -1,6 +1,6 @@
 """The six collectives as tables: what each rank has before and after.
 
-python scripts/ladder/collectives.py [--ranks 4] [--backend gloo]
+python lab/ladder/collectives.py [--ranks 4] [--backend gloo]
 
 Each one really runs. All communication in parallel training is built from these.
 """

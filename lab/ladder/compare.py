@@ -1,6 +1,6 @@
 """Run every rung on 1 and 2 ranks, and compare the losses of all steps with the first rung's.
 
-python scripts/ladder/compare.py [flags] [settings]
+python lab/ladder/compare.py [flags] [settings]
 
 Exits with status 1 if a difference is larger than rounding explains.
 """

@@ -1,7 +1,7 @@
 """Rung 3: the same with Hugging Face Accelerate, on one device or on several ranks.
 
-python scripts/ladder/ddp_accelerate.py [flags] [settings]
-accelerate launch --multi_gpu --num_processes 2 scripts/ladder/ddp_accelerate.py [flags] [settings]
+python lab/ladder/ddp_accelerate.py [flags] [settings]
+accelerate launch --multi_gpu --num_processes 2 lab/ladder/ddp_accelerate.py [flags] [settings]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rung 2: the same loop on several ranks, with nothing but `torch.distributed`.
 
-torchrun --nproc_per_node=2 scripts/ladder/ddp_by_hand.py [flags] [settings]
-python scripts/ladder/ddp_by_hand.py --spawn 2 [flags] [settings]
-RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python scripts/ladder/ddp_by_hand.py --init-method tcp://127.0.0.1:29511
+torchrun --nproc_per_node=2 lab/ladder/ddp_by_hand.py [flags] [settings]
+python lab/ladder/ddp_by_hand.py --spawn 2 [flags] [settings]
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python lab/ladder/ddp_by_hand.py --init-method tcp://127.0.0.1:29511
 """
 
 from __future__ import annotations

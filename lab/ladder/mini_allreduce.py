@@ -1,6 +1,6 @@
 """An all-reduce with plain sockets: through one server, then as a ring; then with gloo.
 
-python scripts/ladder/mini_allreduce.py [--ranks 4] [--size 40000] [--timeout 10] [--missing RANK]
+python lab/ladder/mini_allreduce.py [--ranks 4] [--size 40000] [--timeout 10] [--missing RANK]
 
 Each rank r has [1, 2, 3] x (r + 1), and all ranks get the sum over all ranks. Then they do the
 same with a long vector, and its bytes are counted on each connection.

@@ -1,6 +1,6 @@
 """The classic mistakes of parallel training, made on purpose: symptom and cure, measured.
 
-python scripts/ladder/pitfalls.py [--only NAME] [settings]
+python lab/ladder/pitfalls.py [--only NAME] [settings]
 
 Each one really runs, on two ranks over gloo if it needs two.
 """

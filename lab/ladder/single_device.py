@@ -1,6 +1,6 @@
 """Rung 1: the usual training loop, on one device.
 
-python scripts/ladder/single_device.py [flags] [settings]
+python lab/ladder/single_device.py [flags] [settings]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Orders in which the gradients of a step can be added: the error of each, and a picture.
 
-python scripts/ladder/sums.py [--chart FILE]
+python lab/ladder/sums.py [--chart FILE]
 
 Floating point rounds each addition, so the order determines the last digits.
 """

@@ -1,6 +1,6 @@
 """The other kind of parallelism: the model's layers split over two ranks, equal to one process.
 
-python scripts/ladder/two_stages.py [--steps 5] [--micro-batches 4] [settings]
+python lab/ladder/two_stages.py [--steps 5] [--micro-batches 4] [settings]
 
 Rank 0 has the embeddings and the first half of the blocks, rank 1 the rest. First by hand, with
 send and receive, where one rank always waits for the other; then with micro-batches through

@@ -18,7 +18,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.config import from_container
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
-FOLDER = Path(__file__).parents[2] / "scripts" / "first_hour"
+FOLDER = Path(__file__).parents[2] / "lab/first_hour"
 LIST = """
 import json, run
 print(json.dumps({letter: [each.name for each in stage.measurements]
@@ -26,7 +26,7 @@ print(json.dumps({letter: [each.name for each in stage.measurements]
 """
 # What a CPU cannot do, or this project lacks; all else must be measured.
 MISSING = {
-    "loops": "nanoGPT: needs --nanogpt FOLDER|needs scripts/benchmark.py",
+    "loops": "nanoGPT: needs --nanogpt FOLDER|needs lab/benchmark.py",
     "doctor": "needs the extra cluster",
     "documents apart": "needs the extra datasets",
     "memory of 1.3 billion parameters": "needs the extra cluster",

@@ -211,17 +211,6 @@ def test_an_unknown_optional_dependency_is_rejected_in_one_line(project):
     assert installations(project) == before
 
 
-def test_docs_runs_the_scripts_that_write_pages_and_fails_if_one_does(project):
-    script = "import pathlib, sys\nprint(pathlib.Path.cwd(), sys.prefix)\n"
-    for name in ("settings", "architecture"):
-        (project / f"scripts/{name}.py").write_text(script)
-    status, out, _ = dev(project, "docs")
-    assert (status, out) == (0, 2 * f"{project} {project / '.venv'}\n")
-    (project / "scripts/settings.py").write_text("import sys\nsys.exit(3)\n")
-    status, out, _ = dev(project, "docs")
-    assert (status, out) == (1, f"{project} {project / '.venv'}\n")
-
-
 def load(root: Path, monkeypatch):
     monkeypatch.syspath_prepend(root / "scripts")
     for name in ("dev", "environments"):

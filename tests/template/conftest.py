@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Generator:
-    """Runs the real `cookiecutter` and `cruft`, isolated from the user's settings."""
+    """Runs the real `cookiecutter`, isolated from the user's settings."""
 
     home: Path
     template: str
@@ -228,7 +228,6 @@ def template(projects: Path) -> Path:
 def generate(
     template: Path, tmp_path_factory: pytest.TempPathFactory, forks_of: Callable[..., str]
 ) -> Generator:
-    # Not cruft itself: the template recognizes its caller by this import.
     python = forks_of(
         "tools", "cookiecutter.cli", "cookiecutter.extensions", "git", "rich.prompt", "typer"
     )

@@ -32,26 +32,17 @@ OURS = (
     "docs/coming_from.md",
     "docs/first_run.png",
     "docs/lockstep.png",
-    "docs/speedrun.md",
     "hooks/",
-    "scripts/benchmark.py",
-    "scripts/benchmarks/",
+    "lab/",
     "scripts/deletions.py",
-    "scripts/scaling.py",
-    "scripts/speedrun.py",
-    "scripts/speedrun/",
-    "scripts/time_to_loss.py",
     "tests/extras/pages/test_inductor.py",
     "tests/gpu_without_gpu/test_compiled_variants.py",
-    "tests/ladder/test_compare.py",
-    "tests/ladder/test_pitfalls.py",
-    "tests/ladder/test_readme.py",
+    "tests/lab/",
     "tests/model/test_against_transformers.py",
     "tests/run/test_migrations.py",
     "tests/scripts/test_dev.py",
     "tests/scripts/test_environments.py",
     "tests/scripts/test_slurm.py",
-    "tests/scripts/test_speedrun.py",
     "tests/template/",
     "tests/test_nodes.py",
     "{{cookiecutter.project_slug}}/",
@@ -73,7 +64,6 @@ AT_THE_ROOT = {
     "README.md",
     "constraints.txt",
     "docs/README.md",
-    "docs/architecture.svg",
     "docs/devices.md",
     "docs/extend.md",
     "docs/extras.md",
@@ -82,17 +72,14 @@ AT_THE_ROOT = {
     "docs/lightning.md",
     "docs/own_data.md",
     "docs/resume.md",
-    "docs/settings.md",
     "docs/sums.png",
     "docs/tracking.md",
     "docs/troubleshooting.md",
     "docs/tutorial.md",
     "pyproject.toml",
-    "scripts/architecture.py",
     "scripts/dev.py",
     "scripts/environments.py",
     "scripts/pins.py",
-    "scripts/settings.py",
     "scripts/update.py",
 }
 
@@ -126,9 +113,7 @@ def test_generated_files_are_git_s_without_the_template_s(chosen, baked, templat
 def test_without_extras_the_root_has_no_other_files(baked, tree):
     folders = (
         "configs/",
-        "scripts/first_hour/",
         "scripts/kubernetes/",
-        "scripts/ladder/",
         "scripts/sky/",
         "scripts/slurm/",
         "src/",
@@ -231,23 +216,6 @@ def test_its_tests_of_packaging_pass_for_all_choices(answers, baked, environment
         encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize(
-    "answers", [{"extras": "none"}, {"extras": "all"}, {"wandb_project": "w", "wandb_entity": "e"}]
-)
-def test_its_settings_page_is_its_script_s_output(answers, baked, environment):
-    project = baked(**answers)
-    done = subprocess.run(
-        [sys.executable, "-c", "import settings; print(settings.page(), end='')"],
-        cwd=project,
-        env=environment(PYTHONPATH="src:scripts", PYTHONDONTWRITEBYTECODE="1"),
-        capture_output=True,
-        encoding="utf-8",
-    )
-    page = (project / "docs/settings.md").read_text("utf-8")
-    assert done.stdout == page, done.stderr
-    assert ("\n## Extra `chat`\n" in page) == (answers.get("extras") == "all")
 
 
 @pytest.mark.parametrize(

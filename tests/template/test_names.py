@@ -86,7 +86,7 @@ def test_no_package_hides_a_module_of_python_or_hides_behind_one(defaults):
 
 def test_no_package_hides_behind_a_script(defaults, template):
     names = {path.stem for path in template.glob("scripts/**/*.py")}
-    assert {"dev", "settings", "compare"} <= names
+    assert {"dev", "update"} <= names
     assert [name for name in names if is_taken(defaults, package_name=name)] == []
 
 

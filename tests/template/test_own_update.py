@@ -301,7 +301,6 @@ OWN_LINES = {
         "    seed: int = setting(",
         '    own_number: int = setting("ours", 1, at_least=1)\n    seed: int = setting(',
     ),
-    "docs/settings.md": ("# Every setting\n", "# Every setting, ours too\n"),
 }
 
 
@@ -326,70 +325,6 @@ def test_all_edits_of_an_owner_survive_added_and_removed_extras(project, update,
     committed(project)
     assert git(project, "diff", edited, "HEAD", "--", ".", ":!.template.json") == ""
     assert extras_of(project) == "none"
-
-
-PAGE = "docs/settings.md"
-
-
-@pytest.fixture
-def conflicting(project, upstream, committed):
-    """The project, in which its owner and the template changed the same line of a written page."""
-    edit(project / PAGE, before="ours\n")
-    committed(project)
-    edit(upstream / PAGE, before="theirs\n")
-    committed(upstream)
-    return project
-
-
-def write_with(project: Path, script: str) -> None:
-    """Give the project an environment, and another script that writes the page."""
-    (project / ".venv/bin").mkdir(parents=True)
-    (project / ".venv/bin/python").symlink_to(sys.executable)
-    (project / "scripts/settings.py").write_text(script)
-
-
-@pytest.mark.slow
-def test_a_written_page_in_conflict_is_written_again(conflicting, update, committed, git):
-    write_with(conflicting, f"import pathlib\npathlib.Path('{PAGE}').write_text('written')\n")
-    committed(conflicting)
-    output = update(conflicting)
-    assert "all applied and staged" in output
-    assert "dev.py docs" not in output
-    assert git(conflicting, "show", f":{PAGE}") == (conflicting / PAGE).read_text() == "written"
-
-
-def test_a_picture_in_conflict_is_drawn_again(project, upstream, update, committed, git):
-    picture = "docs/architecture.svg"
-    drawn = (project / picture).read_text()
-    write_with(project, "")
-    edit(project / picture, before="ours\n")
-    committed(project)
-    edit(upstream / picture, before="theirs\n")
-    committed(upstream)
-    assert "all applied and staged" in update(project)
-    assert git(project, "show", f":{picture}") == (project / picture).read_text() == drawn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_environment", [False, True], ids=["no .venv", "the script fails"])
-def test_a_page_that_cannot_be_written_gets_the_template_s_text(
-    has_environment, conflicting, update, committed, git
-):
-    if has_environment:
-        write_with(conflicting, "import no_such_module\n")
-        committed(conflicting)
-    output = update(conflicting)
-    assert f"\nwrite {PAGE} again with: python3 scripts/dev.py docs\n" in output
-    assert git(conflicting, "show", f":{PAGE}").startswith("theirs\n# Every setting\n")
-
-
-def test_a_written_page_that_its_owner_deleted_stays_deleted(project, upstream, update, committed):
-    (project / PAGE).unlink()
-    committed(project)
-    edit(upstream / PAGE, before="theirs\n")
-    committed(upstream)
-    assert "all applied and staged" in update(project)
-    assert not (project / PAGE).exists()
 
 
 @pytest.mark.slow

@@ -164,18 +164,13 @@ def follow(project):
 
 
 @pytest.mark.slow
-def test_additions_of_every_kind_break_no_test(project, python, tests):
+def test_additions_of_every_kind_break_no_test(project, tests):
     follow(project)
     write(project, FILES | EXPERIMENTS)
     for name, (old, new) in CHANGES.items():
         change(project / name, old, new)
     for name, (old, new) in SETTINGS.items():
         change(project / "src/my_gpt" / name, old, new)
-    status, output = tests("tests/docs/test_settings.py")
-    assert (status, "1 failed" in output) == (1, True), output
-    assert "AssertionError: `python3 scripts/dev.py docs` writes it" in output
-    assert python("scripts/settings.py") == (0, "docs/settings.md\n")
-    assert python("scripts/architecture.py") == (0, "docs/architecture.svg\n")
     inherited = sorted((project / "tests").rglob("test_*.py"))
     concerned = [str(test) for test in inherited if READS.search(test.read_text("utf-8"))]
     assert len(concerned) > 8
@@ -195,7 +190,7 @@ def test_without_docs_all_tests_are_collected_and_those_of_pages_are_skipped(pro
     status, output = tests("tests/docs", "tests/test_packaging.py")
     assert status == 0, output
     reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.+)$", output, re.MULTILINE)
-    for page in ("extend", "settings", "troubleshooting"):
+    for page in ("extend", "troubleshooting"):
         assert f"no docs/{page}.md here" in reasons, output
 
 

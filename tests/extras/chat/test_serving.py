@@ -655,7 +655,7 @@ def test_an_option_that_cannot_be_is_refused(base_run, capsys, flag, value):
 @pytest.mark.slow
 def test_under_load_nothing_is_lost_and_memory_stays_flat(base_run):
     words = ["--clients", "40", "--seconds", "4", "--serve=--parallel 8 --waiting 16"]
-    script = [sys.executable, ROOT / "scripts/benchmarks/load_test.py", base_run, *words]
+    script = [sys.executable, ROOT / "lab/benchmarks/load_test.py", base_run, *words]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-LADDER = ROOT / "scripts" / "ladder"
+ROOT = Path(__file__).parents[3]
+LADDER = ROOT / "lab/ladder"
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "PYTEST_", "OMP_NUM_THREADS")
 # Parallel runs give the same losses, and finish sooner. A wrong rung differs within a few steps.
 MORE = {"compare.py": ["--at-once=3", "max_steps=20", "val_every=20"]}

@@ -2,7 +2,7 @@
 
 import re
 
-LINE = "python scripts/ladder/collectives.py"
+LINE = "python lab/ladder/collectives.py"
 
 
 def test_each_collective_moves_the_bytes_of_its_definition(shown):

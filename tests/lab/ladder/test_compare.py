@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-LINE = "python scripts/ladder/compare.py trainer=cpu"
+LINE = "python lab/ladder/compare.py trainer=cpu"
 
 
 @pytest.mark.slow

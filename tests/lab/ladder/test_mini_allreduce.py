@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-LINE = "python scripts/ladder/mini_allreduce.py"
+LINE = "python lab/ladder/mini_allreduce.py"
 pytestmark = pytest.mark.usefixtures("modules")
 
 

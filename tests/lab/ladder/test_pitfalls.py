@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-LINE = "python scripts/ladder/pitfalls.py"
+LINE = "python lab/ladder/pitfalls.py"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-TEXT = (Path(__file__).parents[2] / "scripts/ladder/README.md").read_text("utf-8")
+TEXT = (Path(__file__).parents[3] / "lab/ladder/README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 PARTS = [part for block in BLOCKS for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
 SHOWN = dict(part.split("\n", 1) for part in PARTS)  # command -> output; no output is an empty text
@@ -48,7 +48,7 @@ def test_a_launcher_s_command_is_one_that_the_comparison_runs(line, ladder):
     names = ("torchrun", "accelerate", "launch", PROGRAM, "trainer=cpu")
     words = [word for word in shlex.split(line) if word not in names]
     rung = next((Path(word).stem for word in words if word.endswith(".py")), PROGRAM)
-    started = " ".join(dict(rungs(2))[rung]).replace(str(ladder), "scripts/ladder")
+    started = " ".join(dict(rungs(2))[rung]).replace(str(ladder), "lab/ladder")
     assert set(words) <= set(started.replace("--num_processes=", "--num_processes ").split())
 
 

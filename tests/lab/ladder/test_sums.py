@@ -2,7 +2,7 @@
 
 import re
 
-LINE = "python scripts/ladder/sums.py"
+LINE = "python lab/ladder/sums.py"
 
 
 def test_the_tree_s_error_is_the_smallest_and_grows_least(shown):

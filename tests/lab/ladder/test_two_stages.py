@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-LINE = "python scripts/ladder/two_stages.py --steps 3 trainer=cpu"
+LINE = "python lab/ladder/two_stages.py --steps 3 trainer=cpu"
 
 
 def test_both_ways_have_the_losses_of_one_process(shown):
