@@ -1,7 +1,6 @@
 """Fine-tune an export on conversations with trl and peft, and let it answer.
 
-From a project with the extra `hub`, make an export; the other programs get an environment of
-their own:
+Export a run; the other programs get an environment of their own:
 
     lockstep-gpt train run_dir=runs/base
     lockstep-gpt export runs/base --to exports/base
@@ -11,7 +10,8 @@ their own:
 
 This trains LoRA adapters on fine_tuning.jsonl, adds them to the weights, saves the sum in a new
 folder, loads that, and asks it each question of the file. A small model learns the answers by
-heart, which is the check: the exit status is 1 if too few are exact.
+heart, which is the check: the exit status is 1 if too few are exact. With the quickstart's model
+and one thread, this takes about a minute (trl 1.16, peft 0.21, transformers 5.24, torch 2.13).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main() -> int:
     conversations = [json.loads(line)["messages"] for line in lines]
     fine_tune(options.export, options.to, conversations, options.steps)
     right = ask(options.to, conversations)
-    share = right / len(conversations)
-    print(f"{right} of {len(conversations)} answers are exact; at least {options.share:.0%} must be")
-    return int(share < options.share)
+    count = len(conversations)
+    print(f"{right} of {count} answers are exact; at least {options.share:.0%} must be")
+    return int(right < options.share * count)
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ def ask(folder: Path, conversations: list[Any]) -> int:
         new = ids[0, prompt["input_ids"].shape[1] :]
         said = tokenizer.decode(new, skip_special_tokens=True).strip()
         right += said == answer["content"]
-        print(f"{question['content']:30} {said}")
+        print(f"{question['content']:32} {said}")
     return right
 
 
