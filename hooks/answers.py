@@ -16,17 +16,13 @@ from typing import Any, NoReturn
 
 # Each extra is a folder of the package, its pages, and its tests: see `places`.
 EXTRAS = {
-    "chat": "fine-tuning on conversations, LoRA, talking to a model, a server",
     "cluster": "plans of a run, checks of machines, drills, sizes of models",
     "datasets": "several sources at once, documents kept apart, packing",
     "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
     "hub": "export to Hugging Face, and start from its models",
     "pages": "the report of a run, and a page that shows the all-reduce",
-    "tasks": "accuracy on tasks, during training and afterward",
     "warm": "ranks start faster, as forks of one process",
 }
-# Extras that an extra needs.
-NEEDS = {"chat": {"datasets", "hub"}}
 # Former names of extras.
 RENAMED = {
     "documents": "datasets",
@@ -35,9 +31,10 @@ RENAMED = {
     "seeing": "pages",
     "sizes": "cluster",
 }
-# Former extras that every project has now, and one that is gone: accepted, and ignored.
+# Former extras, which every project has now, or none: accepted, and ignored.
 FORMER = {
     "apple",
+    "chat",
     "compat",
     "completion",
     "container",
@@ -54,8 +51,11 @@ FORMER = {
     "sources",
     "spawn",
     "sweep",
+    "tasks",
     "trackers",
 }
+# A former extra -> extras that came with it, which its projects keep.
+CAME_WITH = {"chat": {"datasets", "hub"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]
@@ -267,7 +267,7 @@ def _extras(text: str) -> tuple[str, ...]:
         near = difflib.get_close_matches(word, EXTRAS, n=1)
         hint = f"did you mean {near[0]}? Or answer" if near else "answer"
         _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; {hint} all or none")
-    words |= {need for word in words for need in NEEDS.get(word, ())}
+    words |= {kept for word in words for kept in CAME_WITH.get(word, ())}
     return tuple(name for name in EXTRAS if name in words)
 
 

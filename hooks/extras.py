@@ -21,7 +21,7 @@ from typing import Any
 sys.dont_write_bytecode = True
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from hooks.answers import EXTRAS, FORMER, NEEDS, RENAMED, Refused, check  # noqa: E402
+from hooks.answers import EXTRAS, FORMER, RENAMED, Refused, check  # noqa: E402
 
 COMMAND = "python3 scripts/dev.py update"
 
@@ -49,20 +49,12 @@ def choose(answer: str, add: str, remove: str) -> dict[str, Any]:
         remove: names to remove, or `all`.
 
     Raises:
-        Refused: a name is unknown, absent, or needed by an extra that stays.
+        Refused: a name is unknown or absent.
     """
     present = set(check("extras", answer))
-    added = with_needs(names_to_add(add, present)) - present
+    added = names_to_add(add, present) - present
     removed = names_to_remove(remove, present)
     chosen = (present | added) - removed
-    for name in sorted(removed):
-        users = {extra for extra in chosen if name in NEEDS.get(extra, ())}
-        if users:
-            all_of_them = listed(users | removed)
-            raise Refused(
-                f"--remove={name}: {listed(users)} needs it; remove all of them with "
-                f'{COMMAND} --remove "{all_of_them}"'
-            )
     if chosen == set(EXTRAS) and (answer == "all" or add == "all"):
         text = "all"  # also those that later states bring
     else:
@@ -74,7 +66,7 @@ def choose(answer: str, add: str, remove: str) -> dict[str, Any]:
 
 
 def names_to_add(text: str, present: set[str]) -> set[str]:
-    """Return the extras that a text names; of former extras, every project has the files."""
+    """Return the extras that a text names; former extras are left out."""
     if text == "none":
         remedy = f'name them: {COMMAND} --remove "{listed(present)}"'
         raise Refused(f"--add=none adds nothing; to remove extras, {remedy}")
@@ -104,11 +96,6 @@ def known(text: str, option: str) -> set[str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise Refused(f"{option}={name} is not one of {', '.join(EXTRAS)}, or all{hint}")
     return names
-
-
-def with_needs(names: set[str]) -> set[str]:
-    """Return extras, and those that they need."""
-    return names.union(*(NEEDS.get(name, ()) for name in names))
 
 
 def listed(names: Iterable[str]) -> str:

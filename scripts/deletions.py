@@ -27,17 +27,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from hooks.answers import EXTRAS, NEEDS, places  # noqa: E402
+from hooks.answers import EXTRAS, places  # noqa: E402
 
 PACKAGE = "my_gpt"  # the package of a project with the default answers
 SHOWN_CHARACTERS = 3000  # characters of a failure's output
 
 
 def delete(project: Path, extras: Iterable[str]) -> None:
-    """Delete extras of a project as a person would: their own files, and extras that need them."""
-    gone = {*extras}
-    gone |= {extra for extra, needs in NEEDS.items() if needs & gone}
-    for pattern in [pattern for extra in gone for pattern in places(extra)]:
+    """Delete the files of extras of a project, as a person would."""
+    for pattern in [pattern for extra in extras for pattern in places(extra)]:
         place = pattern.removesuffix("/*").replace("lockstep_gpt", PACKAGE)
         for path in [*project.glob(place)]:
             if path.is_dir():

@@ -185,7 +185,7 @@ class Environment:
         others = []
         needed = requirements("dev", _about()) if DEV in names else []
         for requirement in needed:
-            if requirement[0] == ".":  # such as .[chat,hub]
+            if requirement[0] == ".":  # such as .[cluster,hub]
                 extras += requirement[2:-1].split(",")
             else:
                 others.append(requirement)

@@ -67,17 +67,17 @@ def test_what_is_absent_is_named_with_the_command_that_adds_it(
 ):
     from lockstep_gpt import cli
 
-    monkeypatch.delitem(cli.COMMANDS, "chat", raising=False)  # if it was imported before
-    assert cli.main(["chat"]) == 2
-    assert f"chat needs {catalog.how_to_add('chat')}" in capsys.readouterr().err
-    assert catalog.extra_of_group("lora") == "chat"
+    monkeypatch.delitem(cli.COMMANDS, "panel", raising=False)  # if it was imported before
+    assert cli.main(["panel"]) == 2
+    assert f"panel needs {catalog.how_to_add('pages')}" in capsys.readouterr().err
+    assert catalog.extra_of_group("documents") == "datasets"
     assert catalog.extra_of_choice("data", "mixture") == "datasets"
-    assert catalog.extra_of_target(f"{extras.__name__}.tasks.during.Tasks") == "tasks"
-    assert catalog.how_to_add("tasks").endswith("python3 scripts/dev.py update --add tasks")
+    assert catalog.extra_of_target(f"{extras.__name__}.pages.sync_panel.SyncPanel") == "pages"
+    assert catalog.how_to_add("pages").endswith("python3 scripts/dev.py update --add pages")
 
 
 def test_a_run_with_settings_of_an_absent_extra_is_refused_in_one_line(composed, two):  # noqa: ARG001
-    values = {"max_steps": 1, "lora": {"rank": 4}}
-    line = f"lora.rank=4 needs {catalog.how_to_add('chat')}"
+    values = {"max_steps": 1, "documents": {"mask": True}}
+    line = f"documents.mask=true needs {catalog.how_to_add('datasets')}"
     with pytest.raises(UserError, match=re.escape(line)):
         config.from_container(values)

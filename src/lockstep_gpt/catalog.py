@@ -18,12 +18,6 @@ class Offer(NamedTuple):
 
 
 CATALOG = {
-    "chat": Offer(
-        "fine-tuning on conversations, LoRA, talking to a model, a server",
-        commands=("chat", "serve"),
-        groups=("lora",),
-        choices=("data=chat", "experiment=chat", "model=from_weights/initial"),
-    ),
     "cluster": Offer(
         "plans of a run, checks of machines, drills, sizes of models",
         commands=("plan", "doctor", "drill", "ledger", "size_law"),
@@ -45,11 +39,6 @@ CATALOG = {
         commands=("panel", "report"),
         groups=("pages",),
         choices=("callbacks=sync_panel",),
-    ),
-    "tasks": Offer(
-        "accuracy on tasks, during training and afterward",
-        commands=("score",),
-        choices=("callbacks=tasks",),
     ),
     "warm": Offer("ranks start faster, as forks of one process", groups=("warm",)),
 }

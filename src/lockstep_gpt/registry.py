@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TextIO, TypeVar
@@ -68,13 +68,8 @@ class MakeCallbacks(Protocol):
 class TransformModel(Protocol):
     """Changes a new model, in training and wherever a checkpoint's model is loaded."""
 
-    def __call__(
-        self, model: GPT, config: Config, tokenizer: Tokenizer, /
-    ) -> Callable[[], None] | None:
-        """Change the model in place as the settings say, or raise a `UserError`.
-
-        Returns what turns it into a plain model with the same outputs; None if it is one.
-        """
+    def __call__(self, model: GPT, config: Config, tokenizer: Tokenizer, /) -> None:
+        """Change the model in place as the settings say, or raise a `UserError`."""
 
 
 COMMANDS = Kind[dict[str, Command]]("COMMANDS")  # name -> command

@@ -91,7 +91,7 @@ def test_windows_are_whole_and_share_one_token(folder):
 def test_targets_are_tokens_one_further(folder):
     windows = StreamWindows(folder, "train", T)
     (stored,) = windows.gather([np.array([7, 0])])
-    assert (stored.ids.dtype, stored.real, stored.parts) == (torch.uint16, 2, None)
+    assert (stored.ids.dtype, stored.real) == (torch.uint16, 2)
     tokens, targets = windows.widen(stored)
     assert tokens.shape == targets.shape == (2, T)
     assert tokens.dtype == targets.dtype == torch.int64
@@ -204,33 +204,6 @@ def test_batches_without_a_trainer_are_those_of_the_split(folder):
     assert [tokens.shape for tokens, _ in batches] == [(B, T)] * 8
     module, _ = fit(datamodule(folder), max_steps=2)
     assert torch.equal(stacked(batches), stacked(module.validated))
-
-
-def is_even(_tokens, targets):
-    return targets % 2 == 0
-
-
-def test_a_target_mask_ignores_the_targets_that_do_not_count(folder):
-    plain, _ = fit(datamodule(folder), max_steps=2)
-    data = datamodule(folder, target_masks={"": is_even})
-    masked, _ = fit(data, max_steps=2)
-    assert data.may_ignore
-    assert not datamodule(folder).may_ignore
-    for name in ("trained", "validated"):
-        pairs = zip(getattr(plain, name), getattr(masked, name), strict=True)
-        for (tokens, targets), (same, counted) in pairs:
-            assert torch.equal(tokens, same)
-            assert torch.equal(counted, targets.masked_fill(targets % 2 != 0, IGNORE))
-
-
-def test_a_validation_without_any_counted_target_is_rejected(folder):
-    def none(_tokens, targets):
-        return torch.zeros_like(targets, dtype=torch.bool)
-
-    with pytest.raises(
-        UserError, match="the 24 validation windows used have no token of an answer"
-    ):
-        datamodule(folder, target_masks={"": none})
 
 
 class Reversed:

@@ -20,7 +20,6 @@ def test_a_stream_gathers_the_windows_of_each_batch(folder, count):
         batches = islice(stream, count)
         for stored, rows in zip(batches, islice(order, count), strict=True):
             assert stored.ids.tolist() == windows[rows].tolist()
-            assert stored.parts is None
 
 
 def test_a_feed_loads_one_batch_ahead_and_measures_waiting(wait_for):

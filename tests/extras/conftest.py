@@ -17,9 +17,7 @@ import yaml
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import Packing
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.source import Source
-from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.run.checkpoint import write_checkpoint
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
@@ -58,12 +56,11 @@ def freeze_as_0_1_0() -> Callable[[Path, str, str], None]:
 
     def former(values: dict[str, Any], source: str, packing: str) -> dict[str, Any]:
         values = {**values}
-        lora = values.pop("lora", {})
         documents = values.pop("documents", {})
         values.pop("packing")
         in_model = {
-            "lora_rank": lora.get("rank"),
-            "lora_alpha": lora.get("alpha"),
+            "lora_rank": None,
+            "lora_alpha": None,
             "mask_documents": documents.get("mask", False),
         }
         data = {name: value for name, value in values["data"].items() if name != "_target_"}
@@ -108,13 +105,11 @@ def module_of() -> Callable[..., TokenDataModule]:
         **changes: Any,
     ) -> TokenDataModule:
         shape = {"block_size": 16, "micro_size": 4, "accumulation": 1, "seed": 5, **changes}
-        folder = prepare(source)
         module = TokenDataModule(
-            folder,
+            prepare(source),
             **shape,
             packing=packing,
             order_rule=source.order_rule,
-            target_masks=source.target_masks(from_dict(load_index(folder).tokenizer)),
         )
         device = SimpleNamespace(root_device=torch.device("cpu"))
         places = {"global_step": 0, "max_steps": 100}

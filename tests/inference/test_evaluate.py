@@ -62,16 +62,16 @@ def test_a_changed_corpus_does_not_change_a_resumed_run(saved_run, tmp_path):
     data = {"root": str(tmp_path / "data"), "path": str(corpus), "val_fraction": 0.4}
     frozen = load_index(prepare(Text(**data))).fingerprint
     run = saved_run(ByteTokenizer(), source="text", **data, fingerprint=frozen)
-    before = evaluate(*model_of(run), 8)
+    before = evaluate(*model_of(run)[:2], 8)
     corpus.write_text("another text. " * 300)
-    assert evaluate(*model_of(run), 8) == before
+    assert evaluate(*model_of(run)[:2], 8) == before
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
 def test_the_loss_is_the_mean_over_every_whole_window(small_run, batch_size):
-    model, config, tokenizer = model_of(small_run)
+    model, config, _ = model_of(small_run)
     loss, count = mean_by_hand(model, open_split(prepare(config.data), "val"))
-    result = evaluate(model, config, tokenizer, batch_size)
+    result = evaluate(model, config, batch_size)
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
     assert result["tokens"] == count == 1984
     assert result["perplexity"] == math.exp(result["loss"])
@@ -79,7 +79,7 @@ def test_the_loss_is_the_mean_over_every_whole_window(small_run, batch_size):
 
 def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
     folder = prepare(StandardLibrary(root=root, val_fraction=0.005))
-    result = evaluate(*model_of(text_run), 64)
+    result = evaluate(*model_of(text_run)[:2], 64)
     split = load_index(folder).splits["val"]
     assert result["tokens"] == (split.tokens - 1) // T * T > T
     bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)
@@ -88,9 +88,9 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
 
 def test_packed_windows_have_each_held_out_target_and_bits_per_byte(small_run):
     pytest.importorskip(PACKING, reason="no such extra")
-    model, config, tokenizer = model_of(small_run)
+    model, config, _ = model_of(small_run)
     config.packing._target_ = f"{PACKING}.WholeDocuments"
-    result = evaluate(model, config, tokenizer, 64)
+    result = evaluate(model, config, 64)
     split = load_index(prepare(config.data)).splits["val"]
     assert result["tokens"] == split.tokens - 1
     bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)

@@ -158,7 +158,6 @@ def test_a_run_is_readable_without_extras_whose_settings_have_their_defaults(mon
 @pytest.mark.parametrize(
     ("group", "name", "value", "line"),
     [
-        ("model", "lora_rank", 4, f"lora.rank=4 needs {how_to_add('chat')}"),
         ("model", "mask_documents", True, f"documents.mask=true needs {how_to_add('datasets')}"),
         ("launch", "warm", True, f"warm.enabled=true needs {how_to_add('warm')}"),
     ],

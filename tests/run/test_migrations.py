@@ -45,7 +45,7 @@ def test_classes_and_settings_that_moved_are_found():
             "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
         },
         "launch": {"warm": None, "inline": True},
-        "model": {"n_layer": 2, "lora_rank": 4, "lora_alpha": None, "mask_documents": False},
+        "model": {"n_layer": 2, "lora_rank": 4, "lora_alpha": None, "mask_documents": True},
     }
     assert migrate(frozen) == {
         "callbacks": {
@@ -53,8 +53,8 @@ def test_classes_and_settings_that_moved_are_found():
             "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
         },
         "launch": {"inline": True},
-        "model": {"n_layer": 2},
-        "lora": {"rank": 4},
+        "model": {"n_layer": 2, "lora_rank": 4},  # `from_container` refuses it
+        "documents": {"mask": True},
     }
 
 

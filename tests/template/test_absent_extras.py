@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.answers import EXTRAS, NEEDS, places
+from hooks.answers import EXTRAS, places
 from hooks.contents import MARKED
 from hooks.project import TEMPLATE_ONLY
 
@@ -18,7 +18,6 @@ ON_EXTRAS = "docs/extras.md"
 ABOUT_ALL = (*MARKED, ON_EXTRAS, "docs/house.md", "src/lockstep_gpt/catalog.py")
 # Other files of a project that name an extra, and why.
 NAMED_IN = {
-    "chat": {},
     "cluster": {
         "tests/docs/test_commands.py": "its own tests run these commands of pages",
     },
@@ -28,13 +27,10 @@ NAMED_IN = {
     "evidence": {},
     "hub": {
         "src/lockstep_gpt/training/initial_weights.py": "it reads folders for model.init_from",
-        "tests/extras/tasks/test_lm_eval.py": "scores an export with another program",
     },
     "pages": {
         "tests/extras/datasets/test_document_runs.py": "it shows packed runs, if it is there",
-        "tests/extras/tasks/test_during_runs.py": "a report shows the accuracy, if it is there",
     },
-    "tasks": {},
     "warm": {
         "src/lockstep_gpt/launch/supervise.py": "it starts agents with it, if it is there",
         "tests/forked_python.py": "workers of pytest-xdist have a server of it",
@@ -62,21 +58,15 @@ def owner(name: str) -> str | None:
     return None
 
 
-def available(name: str) -> set[str]:
-    """Return the extras that are there wherever a file is."""
-    extra = owner(name)
-    return {extra, *NEEDS.get(extra, ())} if extra else set()
-
-
 def text_of(name: str) -> str:
     return (ROOT / name).read_text("utf-8", errors="ignore")
 
 
 def test_an_extra_s_file_is_in_one_of_its_three_places():
-    assert owner("src/lockstep_gpt/extras/chat/configs/data/chat.yaml") == "chat"
+    assert owner("src/lockstep_gpt/extras/datasets/configs/data/mixture.yaml") == "datasets"
     assert owner("docs/cluster.md") == owner("docs/cluster_sizes.svg") == "cluster"
     assert owner("tests/extras/warm/test_fork.py") == "warm"
-    assert owner("docs/chatting.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
+    assert owner("docs/hubs.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -103,7 +93,7 @@ def test_code_outside_an_extra_names_it_in_two_files_at_most(extra):
         for name in FILES
         if not name.endswith(".md")
         and name not in ABOUT_ALL
-        and extra not in available(name)
+        and extra != owner(name)
         and named.search(text_of(name))
     }
     assert naming == {*NAMED_IN[extra]}
@@ -118,7 +108,7 @@ def test_a_page_links_to_no_page_that_may_be_absent(page):
     links = re.findall(r"\]\(([\w./]+)(?:#[^)]*)?\)", text_of(page))
     rows = [line for line in text_of(page).splitlines() if MARKER.search(line)]
     linked = {f"docs/{link}" for link in links if not any(f"]({link})" in row for row in rows)}
-    absent = {name for name in linked if owner(name) not in {None, *available(page)}}
+    absent = {name for name in linked if owner(name) not in {None, owner(page)}}
     assert absent == set()
 
 
@@ -126,7 +116,7 @@ def test_a_page_links_to_no_page_that_may_be_absent(page):
 def test_a_page_that_needs_an_extra_says_where_to_get_it(page):
     names = set(re.findall(r"\bextra `(\w+)`", text_of(page)))
     assert names <= {*EXTRAS}
-    if names - available(page):
+    if names - {owner(page)}:
         assert "](extras.md)" in text_of(page)
 
 

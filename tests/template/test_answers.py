@@ -316,14 +316,14 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
     assert (tmp_path / slug / "src" / package / "cli.py").is_file()
 
 
-def test_an_extra_adds_its_requirements_and_old_names_are_accepted(defaults):
-    from hooks.answers import FORMER, checked
+def test_former_extras_are_accepted_and_what_came_with_one_stays(defaults):
+    from hooks.answers import CAME_WITH, FORMER, checked
 
     def chosen(names):
         return checked({**defaults, "extras": names}).extras
 
-    assert chosen("chat") == ("chat", "datasets", "hub")
-    assert chosen(" ".join(FORMER)) == ()
+    assert chosen("chat, tasks") == ("datasets", "hub")
+    assert chosen(" ".join(FORMER - {*CAME_WITH})) == ()
     assert chosen("mixtures documents") == ("datasets",)
     assert chosen("seeing, sizes, export") == ("cluster", "hub", "pages")
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from hooks.answers import EXTRAS, LICENSES, NEEDS, places
+from hooks.answers import EXTRAS, LICENSES, places
 from hooks.contents import MARKED
 
 CHOICES = ["none", *EXTRAS, "all"]
@@ -101,7 +101,7 @@ def in_places(name: str, extras: Iterable[str]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_generated_files_are_git_s_without_the_template_s(chosen, baked, template, git, tree):
-    wanted = EXTRAS if chosen == "all" else {chosen, *NEEDS.get(chosen, ())}
+    wanted = EXTRAS if chosen == "all" else {chosen}
     absent = {*EXTRAS} - {*wanted}
     names = git(template, "ls-files", "-z").rstrip("\0").split("\0")
     expected = {name for name in names if not name.startswith(OURS) and not in_places(name, absent)}
@@ -126,7 +126,7 @@ def test_without_extras_the_root_has_no_other_files(baked, tree):
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
     added = set(tree(baked(extras=extra))) - set(tree(baked(extras="none")))
-    wanted = [extra, *NEEDS.get(extra, ())]
+    wanted = [extra]
     assert all(in_places(name, wanted) for name in added)
     for needed in wanted:
         assert f"src/my_gpt/extras/{needed}/__init__.py" in added
@@ -221,9 +221,9 @@ def test_its_tests_of_packaging_pass_for_all_choices(answers, baked, environment
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (["train", "trainer=cpu", "lora.rank=4"], "chat"),
+        (["train", "trainer=cpu", "documents.mask=true"], "datasets"),
         (["train", "data=mixture"], "datasets"),
-        (["train", "callbacks=[default,tasks]"], "tasks"),
+        (["train", "callbacks=[default,sync_panel]"], "pages"),
         (["plan"], "cluster"),
         (["export", "runs/one"], "hub"),
     ],

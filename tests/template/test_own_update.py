@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.answers import EXTRAS, NEEDS, Refused
+from hooks.answers import EXTRAS, Refused
 from hooks.extras import choose
 from lockstep_gpt import VERSION
 
@@ -194,17 +194,17 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     committed(project)
     assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
     assert "setproctitle" in (project / "pyproject.toml").read_text("utf-8")
-    assert update(project, "--extras", "tasks", "--add", "warm").startswith(
-        "adds tasks, removes nothing\n"
+    assert update(project, "--extras", "hub", "--add", "warm").startswith(
+        "adds hub, removes nothing\n"
     )
     committed(project)
-    assert set(extras_of(project).split()) == {"tasks", "warm"}
+    assert set(extras_of(project).split()) == {"hub", "warm"}
     assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
     assert update(project, "--remove", "warm").startswith("adds nothing, removes warm\n")
     committed(project)
-    assert extras_of(project) == "tasks"
+    assert extras_of(project) == "hub"
     assert not (project / "src/my_gpt/extras/warm").exists()
-    assert (project / "src/my_gpt/extras/tasks").is_dir()
+    assert (project / "src/my_gpt/extras/hub").is_dir()
     update(project, "--remove", "all")
     committed(project)
     assert extras_of(project) == "none"
@@ -219,20 +219,9 @@ def test_extras_come_without_the_template_s_later_changes(project, upstream, upd
     committed(project)
     assert extras_of(project) == "warm"
     assert FIRST not in (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
-    update(project, "--add", "tasks", "--to", "HEAD")
-    assert set(extras_of(project).split()) == {"tasks", "warm"}
+    update(project, "--add", "hub", "--to", "HEAD")
+    assert set(extras_of(project).split()) == {"hub", "warm"}
     assert (project / "src/my_gpt/model/gpt.py").read_text("utf-8").startswith(FIRST)
-
-
-def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it():
-    first = choose("none", "chat", "")
-    added = first["says"].removeprefix("adds ").removesuffix(", removes nothing").split()
-    assert set(added) == {"chat", *NEEDS["chat"]}
-    with pytest.raises(Refused) as refused:
-        choose(first["extras"], "", "datasets")
-    (names,) = re.findall('update --remove "(.+)"$', str(refused.value))
-    assert set(names.split()) == {"chat", "datasets"}
-    assert choose(first["extras"], "", names)["extras"] == "hub"
 
 
 @pytest.mark.slow
@@ -258,14 +247,14 @@ def test_all_stays_all_until_one_is_removed():
     [
         ("wram", "", "--add=wram is not one of .*; did you mean warm[?]"),
         ("", "wram", "--remove=wram is not one of .*; did you mean warm[?]"),
-        ("", "warm", "--remove=warm is not in the project, whose extras are: tasks"),
+        ("", "warm", "--remove=warm is not in the project, whose extras are: hub"),
         ("", "fsdp2", "--remove=fsdp2 is not an extra: every project has it, or none does"),
-        ("none", "", '--add=none adds nothing; .* update --remove "tasks"'),
+        ("none", "", '--add=none adds nothing; .* update --remove "hub"'),
     ],
 )
 def test_extras_that_cannot_be_added_or_removed_are_rejected(add, remove, message):
     with pytest.raises(Refused) as refused:
-        choose("tasks", add, remove)
+        choose("hub", add, remove)
     assert re.fullmatch(message, str(refused.value))
 
 
@@ -280,8 +269,8 @@ def test_an_update_with_rejected_extras_changes_nothing(option, project, update,
 
 
 def test_several_names_without_quotes_are_answered_with_quotes(project, update):
-    refused = update(project, "--add", "warm", "tasks", status=2)
-    assert re.fullmatch('.*: tasks is not a path .*: --add "warm tasks"\n', refused)
+    refused = update(project, "--add", "warm", "hub", status=2)
+    assert re.fullmatch('.*: hub is not a path .*: --add "warm hub"\n', refused)
 
 
 # What an owner writes: new files, and lines in files of the template.

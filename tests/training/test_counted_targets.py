@@ -166,11 +166,8 @@ def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
     assert not run.data.may_ignore
 
 
-def test_a_mask_padding_and_data_of_the_user_s_keep_the_callback(new_run):
+def test_padding_and_data_of_the_user_s_keep_the_callback(new_run):
     data = new_run().data
-    data.target_masks = {"": lambda tokens, _: tokens > 0}
-    assert data.may_ignore
-    data.target_masks = {}
     data.windows["train"].has_padding = True
     assert data.may_ignore
     for module in (data, object()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep_gpt import extras, registry
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.distributed import ranks
 from lockstep_gpt.errors import UserError
@@ -17,7 +17,6 @@ from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.trained_model import load_model
 from lockstep_gpt.settings import is_module
-from lockstep_gpt.training import initial_weights as module
 from lockstep_gpt.training.initial_weights import load_initial_weights
 
 SHAPE = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}  # as `saved_run` saves
@@ -191,33 +190,6 @@ def test_tokens_without_text_need_the_same_tokenizer(saved_run):
     begun(run, of_numbers)
     with pytest.raises(UserError, match="has another tokenizer than the data; prepare the data"):
         begun(run, ByteTokenizer())
-
-
-def learned_pairs(size, special=()):
-    """Return a byte-level BPE, and special tokens after its own."""
-    library = pytest.importorskip("tokenizers")
-    made = library.ByteLevelBPETokenizer()
-    made.train_from_iterator(
-        [module.PROBE * 20], size, special_tokens=[END_OF_TEXT], show_progress=False
-    )
-    made.add_special_tokens([*special])
-    values = {"vocab_size": made.get_vocab_size(), "end_of_text": 0, "json": made.to_str()}
-    return from_dict({"kind": "bpe", **values})
-
-
-def test_special_tokens_that_were_added_begin_as_the_end_of_text(saved_run):
-    former = learned_pairs(280)
-    run = saved_run(former)
-    model = load_model(checkpoint.find_checkpoint(run))[0]
-    more = learned_pairs(280, ["<|user|>", "<|end|>"])
-    size = former.vocab_size
-    assert more.vocab_size == size + 2
-    ours = begun(run, more)
-    tokens = torch.randint(size, (2, 9))
-    torch.testing.assert_close(ours(tokens)[..., :size], model(tokens))
-    rows = ours.token_embedding.weight
-    assert torch.equal(rows[size : size + 2], rows[[0, 0]])
-    assert not rows[size + 2 :].any()
 
 
 def test_weights_that_differ_between_ranks_are_rejected(saved_run, monkeypatch):

@@ -45,15 +45,6 @@ class DataConfig(Checked):
         if not self._target_:  # made in code
             self._target_ = f"{type(self).__module__}.{type(self).__name__}"
 
-    def files_of_export(self, tokenizer: Any, files: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON files that an export adds or changes for a model of these data.
-
-        Args:
-            tokenizer: the model's.
-            files: name -> content of those without them.
-        """
-        return {}
-
     @classmethod
     def suggestion(cls, name: str) -> str | None:  # noqa: ARG003
         """Return what to use instead of an unknown setting, if this class knows it."""

@@ -9,14 +9,11 @@ import numpy as np
 import torch
 
 from lockstep_gpt.data import order, shards
-from lockstep_gpt.data.feeding import Feed, TokenStream, ignore_targets, move_to_device
+from lockstep_gpt.data.feeding import Feed, TokenStream, move_to_device
 from lockstep_gpt.data.order import Order, Positions
 from lockstep_gpt.data.packing import Packing, Stream
-from lockstep_gpt.data.sources.source import TargetMask
 from lockstep_gpt.data.windows import Batch, Stored
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.settings import counted
 
 # Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.
 OrderRule = Callable[[Mapping[str, int], int, int], order.Rule]
@@ -52,7 +49,6 @@ class TokenDataModule(lightning.LightningDataModule):
         val_tokens: most tokens to validate on, in whole windows, at least one; None: all.
         packing: makes the windows.
         order_rule: returns the rule of the order.
-        target_masks: which targets count in a part of the corpus; all do in other parts.
 
     Without a Trainer, for example in a notebook:
 
@@ -77,7 +73,6 @@ class TokenDataModule(lightning.LightningDataModule):
         val_tokens: int | None = None,
         packing: Packing | None = None,
         order_rule: OrderRule = lambda *_: order.windows,
-        target_masks: Mapping[str, TargetMask] | None = None,
     ) -> None:
         super().__init__()
         index = shards.load_index(folder)
@@ -88,7 +83,6 @@ class TokenDataModule(lightning.LightningDataModule):
         self.accumulation = accumulation
         self.seed = seed
         self.order_rule = order_rule
-        self.target_masks = target_masks or {}
         self.tokenizer = index.tokenizer  # in the form that `tokenizer_choice.from_dict` accepts
         self._saved = (0, 0)  # optimizer step of the checkpoint, and samples seen by then
         packing = packing or Stream()
@@ -102,13 +96,11 @@ class TokenDataModule(lightning.LightningDataModule):
             most = max(1, val_tokens // len(self.validated) // block_size)
             self.validated = {name: min(most, size) for name, size in self.validated.items()}
         self.val_windows = sum(self.validated.values())
-        if self.target_masks:
-            self._refuse_no_targets()
 
     @property
     def may_ignore(self) -> bool:
         """Whether batches of training may have targets that don't count."""
-        return bool(self.target_masks) or self.windows["train"].has_padding
+        return self.windows["train"].has_padding
 
     def resume_at(self, step: int, samples: int) -> None:
         """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
@@ -179,7 +171,7 @@ class TokenDataModule(lightning.LightningDataModule):
     ) -> Iterator[Batch]:
         """Yield the batches of these windows of a split on a device, without a Trainer."""
         for stored in self._stream(split, rows):
-            yield self._batch(split, move_to_device(stored, device))
+            yield self.windows[split].widen(move_to_device(stored, device))
 
     def transfer_batch_to_device(
         self,
@@ -198,13 +190,7 @@ class TokenDataModule(lightning.LightningDataModule):
             split = "test"
         elif trainer.validating or trainer.sanity_checking:
             split = "val"
-        return self._batch(split, batch)
-
-    def _batch(self, split: str, stored: Stored) -> Batch:
-        """Return tokens and targets; targets that don't count are `IGNORE`."""
-        windows = self.windows[split]
-        batch = windows.widen(stored)
-        return ignore_targets(batch, stored.parts, windows.counts, self.target_masks)
+        return self.windows[split].widen(batch)
 
     def _feed(self, split: str, rows: Iterable[Positions]) -> Feed:
         """Return a `Feed` that loads the batches of a split ahead."""
@@ -212,20 +198,7 @@ class TokenDataModule(lightning.LightningDataModule):
         return Feed(self._stream(split, rows, pinned=device.type == "cuda"))
 
     def _stream(self, split: str, rows: Iterable[Positions], pinned: bool = False) -> TokenStream:
-        windows = self.windows[split]
-        with_parts = bool(self.target_masks) and len(windows.counts) > 1
-        return TokenStream(windows, rows, pinned, with_parts)
-
-    def _refuse_no_targets(self) -> None:
-        """Raise a `UserError` if no target of the validation counts: its loss would be 0 / 0."""
-        rows = np.concatenate([*self.rows_by_part("val", self.validated, 0, 1).values()])
-        batches = self.batches("val", rows, torch.device("cpu"))
-        if not any(bool((targets != IGNORE).any()) for _, targets in batches):
-            windows = counted(self.val_windows, "validation window")
-            raise UserError(
-                f"{self.folder}: the {windows} used have no token of an answer; raise "
-                "data.val_tokens or data.val_fraction, or a context in which answers aren't cut off"
-            )
+        return TokenStream(self.windows[split], rows, pinned)
 
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"

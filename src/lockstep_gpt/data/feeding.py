@@ -5,7 +5,7 @@ in a thread, `move_to_device` sends the narrow ids, and `Windows.widen` makes to
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.data.order import Positions
-from lockstep_gpt.data.sources.source import TargetMask
-from lockstep_gpt.data.windows import Batch, Stored, Windows, parts_of_rows
-from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.data.windows import Stored, Windows
 
 GROUP = 8  # micro-batches to gather and hand over at once, because each call costs microseconds
 
@@ -61,30 +59,16 @@ class TokenStream(Iterable[Stored]):
         windows: of one split.
         rows: the windows of each micro-batch, (B,), such as an `Order`.
         pinned: whether to use page-locked memory, for copies to a GPU.
-        with_parts: whether batches say which part of the corpus each row is from.
     """
 
-    def __init__(
-        self,
-        windows: Windows,
-        rows: Iterable[Positions],
-        pinned: bool = False,
-        with_parts: bool = False,
-    ) -> None:
+    def __init__(self, windows: Windows, rows: Iterable[Positions], pinned: bool = False) -> None:
         self.windows = windows
         self.rows = rows
         self.pinned = pinned
-        self.with_parts = with_parts
 
     def __iter__(self) -> Iterator[Stored]:
         for group in _groups(self.rows):
-            batches = self.windows.gather(group, self.pinned)
-            if not self.with_parts:
-                yield from batches
-                continue
-            for stored, rows in zip(batches, group, strict=True):
-                parts = torch.from_numpy(parts_of_rows(self.windows.counts, rows))
-                yield stored._replace(parts=parts)
+            yield from self.windows.gather(group, self.pinned)
 
 
 def _groups(batches: Iterable[Positions]) -> Iterator[list[Positions]]:
@@ -100,7 +84,6 @@ def move_to_device(stored: Stored, device: torch.device) -> Stored:
     """Return a batch on a device; a copy from page-locked memory to a GPU is not awaited."""
     ids = stored.ids
     real = stored.real
-    parts = stored.parts
     if ids.device == device:
         return stored
     if device.type == "mps":
@@ -108,31 +91,4 @@ def move_to_device(stored: Stored, device: torch.device) -> Stored:
     continues = device.type == "cuda"  # the host, during the copy
     if isinstance(real, Tensor):
         real = real.to(device, non_blocking=continues)
-    if parts is not None:
-        parts = parts.to(device, non_blocking=continues)
-    return Stored(ids.to(device, non_blocking=continues), real, parts)
-
-
-def ignore_targets(
-    batch: Batch,
-    parts: Tensor | None,
-    names: Iterable[str],
-    masks: Mapping[str, TargetMask],
-) -> Batch:
-    """Return tokens and targets, each (B, T); targets that don't count are `IGNORE`.
-
-    Args:
-        batch: tokens and targets.
-        parts: (B,), the number of each row's part of the corpus; None: all rows are of one part.
-        names: of the parts, in the order that numbers them.
-        masks: which targets count in a part, by its name; all do in other parts.
-    """
-    tokens, targets = batch
-    for number, name in enumerate(names):
-        if name not in masks:
-            continue
-        counts = masks[name](tokens, targets)
-        if parts is not None:
-            counts |= (parts != number)[:, None]
-        targets = targets.masked_fill(~counts, IGNORE)
-    return tokens, targets
+    return Stored(ids.to(device, non_blocking=continues), real)

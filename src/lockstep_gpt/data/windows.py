@@ -21,7 +21,6 @@ class Stored(NamedTuple):
 
     ids: Tensor  # in their narrow stored type; only the windows know the shape
     real: Any  # what the windows need to know to tell padding from tokens
-    parts: Tensor | None = None  # (B,): which part of the corpus each row is from, if that matters
 
 
 class Windows(Protocol):
@@ -108,8 +107,3 @@ def first_windows(counts: Mapping[str, int]) -> Positions:
     """Return the number of each part's first window, (parts,)."""
     sizes = np.array([*counts.values()], dtype=np.int64)
     return np.cumsum(sizes) - sizes
-
-
-def parts_of_rows(counts: Mapping[str, int], rows: Positions) -> Positions:
-    """Return the place of each row's part in `counts`, the shape of `rows`; of padding, any."""
-    return np.searchsorted(first_windows(counts), np.maximum(rows, 0), "right") - 1

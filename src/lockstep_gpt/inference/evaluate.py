@@ -11,7 +11,6 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import source_of
 from lockstep_gpt.data.sources.files import find_files
 from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
@@ -50,7 +49,7 @@ def main(arguments: list[str]) -> int:
     model = model.to(device)
     with torch.inference_mode():
         if options.data is None:
-            result = evaluate(model, config, tokenizer, options.batch_size, options.split)
+            result = evaluate(model, config, options.batch_size, options.split)
             text = {"val": "validation", "test": "the test split"}[options.split]
         else:
             result = evaluate_text(model, tokenizer, options.data, options.batch_size)
@@ -92,15 +91,12 @@ def rank_and_world_size() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def evaluate(
-    model: GPT, config: Config, tokenizer: Tokenizer, batch_size: int, split: str = "val"
-) -> dict[str, float]:
+def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") -> dict[str, float]:
     """Measure a model on a split of its run's data, which is prepared if it is missing.
 
     Args:
         model: on the device where it should run.
         config: of the run; it names the data and the length of a window.
-        tokenizer: of the run.
         batch_size: windows at a time; with several ranks, on each.
         split: `val` or `test`.
 
@@ -113,7 +109,6 @@ def evaluate(
     """
     from lockstep_gpt.data.datamodule import TokenDataModule
 
-    source = source_of(config.data)
     folder = prepare(config.data)
     index = shards.load_index(folder)
     data = TokenDataModule(
@@ -123,7 +118,6 @@ def evaluate(
         accumulation=1,
         seed=config.seed,
         packing=packing_of(config.packing._target_),
-        target_masks=source.target_masks(tokenizer),
     )
     device = next(model.parameters()).device
     rows = data.rows_of(split, *rank_and_world_size())

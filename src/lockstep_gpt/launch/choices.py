@@ -26,8 +26,6 @@ GONE_SETTINGS = {
     "data.num_workers": "remove it: a thread reads batches ahead from files in memory",
     "data.packing": "choose packing=documents or packing=stream",
     "launch.warm": "set warm.enabled",
-    "model.lora_alpha": "set lora.alpha",
-    "model.lora_rank": "set lora.rank",
     "model.mask_documents": "set documents.mask",
     "model.size": "set size.weights",
     "model.size_law": "set size.law",

@@ -33,12 +33,12 @@ MOVED_TARGETS = {
 }
 MOVED_SETTINGS = {
     "launch.warm": "warm.enabled",
-    "model.lora_alpha": "lora.alpha",
-    "model.lora_rank": "lora.rank",
     "model.mask_documents": "documents.mask",
     "model.size": "size.weights",
     "model.size_law": "size.law",
 }
+# Settings without a successor: null, which did nothing, is left out; a value is refused.
+GONE_SETTINGS = ("model.lora_alpha", "model.lora_rank")
 # Callbacks that a setting, `pages.report`, has replaced.
 GONE_CALLBACKS = (f"{_CORE}.seeing.at_end.ReportAtEnd", f"{_EXTRAS}.seeing.at_end.ReportAtEnd")
 
@@ -93,6 +93,10 @@ def place_of(target: str) -> str:
 def _with_moved_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` with settings in their new groups; those that were off are left out."""
     moved = dict(values)
+    for setting in GONE_SETTINGS:
+        group, _, name = setting.partition(".")
+        if isinstance(moved.get(group), dict) and moved[group].get(name, "") is None:
+            moved[group] = {key: value for key, value in moved[group].items() if key != name}
     for old, new in MOVED_SETTINGS.items():
         group, _, name = old.partition(".")
         if not isinstance(moved.get(group), dict) or name not in moved[group]:

@@ -67,9 +67,9 @@ def parser_of(command: str, description: str) -> OneLineParser:
     return parser
 
 
-def load_named_model(source: Path, is_plain: bool = False) -> tuple[Path, GPT, Config, Tokenizer]:
+def load_named_model(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
     """Return the checkpoint at `source`, or that run's newest, and what `load_model` returns."""
-    return with_newest(source, lambda path: (path, *load_model(path, is_plain)))
+    return with_newest(source, lambda path: (path, *load_model(path)))
 
 
 def with_newest(source: Path, read: Callable[[Path], Result]) -> Result:
@@ -86,9 +86,9 @@ def with_newest(source: Path, read: Callable[[Path], Result]) -> Result:
                 raise
 
 
-def load_for_inference(source: Path, is_plain: bool = False) -> tuple[Path, GPT, Config, Tokenizer]:
+def load_for_inference(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
     """Do as `load_named_model`, and move the model to a GPU if there is one."""
-    checkpoint, model, config, tokenizer = load_named_model(source, is_plain)
+    checkpoint, model, config, tokenizer = load_named_model(source)
     import torch  # late, so that mistakes are reported at once
 
     if torch.cuda.is_available():
@@ -96,12 +96,8 @@ def load_for_inference(source: Path, is_plain: bool = False) -> tuple[Path, GPT,
     return checkpoint, model, config, tokenizer
 
 
-def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokenizer]:
+def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
     """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer.
-
-    Args:
-        path: the checkpoint.
-        is_plain: merge adapters into the weights.
 
     Raises:
         UserError: the file isn't a checkpoint, or its weights don't fit this version's model.
@@ -114,7 +110,8 @@ def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokeniz
     needed = (*NEEDED, *catalog.GROUPS)
     config = from_container({name: frozen[name] for name in needed if name in frozen}, path)
     model = build_gpt(config.model, tokenizer.vocab_size)
-    merges = [transform(model, config, tokenizer) for transform in additions(MODEL)]
+    for transform in additions(MODEL):
+        transform(model, config, tokenizer)
     prefix = "model."  # Lightning saves them as weights of the module's attribute `model`
     weights = {
         name.removeprefix(prefix): weight
@@ -132,8 +129,4 @@ def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokeniz
     changed = changes_since(trained_by, ["model"])
     if changed and os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks
         logger.warning("changed since %s was trained: %s", path, changed)
-    if is_plain:
-        for merge in merges:
-            if merge is not None:
-                merge()
     return model.eval(), config, tokenizer

@@ -12,7 +12,6 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.recipe import source_of
-from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
@@ -26,7 +25,6 @@ def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
         return _own_data_module(config.data, config, batch)
     source = source_of(config.data)
     folder = opened(config.data)
-    tokenizer = from_dict(load_index(folder).tokenizer)
     return TokenDataModule(
         folder,
         block_size=config.model.block_size,
@@ -36,7 +34,6 @@ def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
         val_tokens=config.data.val_tokens,
         packing=packing_of(config.packing._target_),
         order_rule=source.order_rule,
-        target_masks=source.target_masks(tokenizer),
     )
 
 

@@ -6,11 +6,9 @@ Every rank reads them; a resumed run doesn't.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lockstep_gpt.catalog import how_to_add
@@ -27,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 SHAPE = ("architecture", "n_layer", "n_head", "n_kv_head", "n_embd", "bias", "ngram_rows")
 LONGEST = "longest_ngram"
-PADDED = ("token_embedding.weight", "output.weight")  # they have more rows than the vocabulary
 POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
 # Two tokenizers that give the same ids for this text differ in the rarest words at most.
 PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
@@ -86,7 +83,7 @@ def weights_of_run(
     Raises:
         UserError: the run's shape or tokenizer differs; the message starts with `source`.
     """
-    _, saved_model, saved_config, saved_tokenizer = load_named_model(path, is_plain=True)
+    _, saved_model, saved_config, saved_tokenizer = load_named_model(path)
     _refuse_other_shape(saved_config.model, model.config, source)
     weights = saved_model.state_dict()
     saved_context = saved_config.model.block_size
@@ -97,17 +94,11 @@ def weights_of_run(
                 f"{model.config.block_size}; set model.block_size={saved_context}"
             )
         weights[POSITIONS] = weights[POSITIONS][: model.config.block_size]
-    if not is_vocabulary_of(tokenizer, saved_tokenizer.vocab_size) or not _encode_alike(
-        saved_tokenizer, tokenizer
-    ):
+    if not _encode_alike(saved_tokenizer, tokenizer):
         raise UserError(
             f"{source} has another tokenizer than the data; prepare the data with its own, "
             f"data.tokenizer={path} where the source of data has that"
         )
-    places = model.state_dict()
-    for name in set(PADDED) & weights.keys():
-        rows = weights[name][: saved_tokenizer.vocab_size]
-        weights[name] = with_rows(rows, places[name], model.vocab_size, tokenizer.end_of_text)
     return weights, saved_context
 
 
@@ -125,29 +116,10 @@ def _refuse_other_shape(saved: ModelConfig, config: ModelConfig, source: str) ->
             )
 
 
-def is_vocabulary_of(tokenizer: Tokenizer, size: int) -> bool:
-    """Return whether `size` counts the tokenizer's tokens, or all but the last special ones."""
-    vocab_size = tokenizer.vocab_size
-    if size >= vocab_size:
-        return size == vocab_size
-    added_tokens = json.loads(tokenizer.to_dict().get("json", "{}")).get("added_tokens", ())
-    special_ids = {token["id"] for token in added_tokens if token["special"]}
-    return special_ids.issuperset(range(size, vocab_size))
-
-
-def with_rows(weight: Tensor, place: Tensor, vocab_size: int, model_id: int | None) -> Tensor:
-    """Add rows to `weight`, (tokens, C), for tokens that it lacks, up to the rows of `place`.
-
-    Tokens up to `vocab_size` start as copies of the token `model_id`, or of the first one. The
-    rows of padding are zeros.
-    """
-    copied = weight[[model_id or 0]].expand(vocab_size - len(weight), -1)
-    padding = weight.new_zeros(len(place) - vocab_size, weight.shape[1])
-    return torch.cat([weight, copied, padding])
-
-
 def _encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
     """Return whether two tokenizers give the same ids for text; without text, whether equal."""
+    if first.vocab_size != second.vocab_size:
+        return False
     if first.end_of_text is None or second.end_of_text is None:
         return first.to_dict() == second.to_dict()
     return bool(first.encode(PROBE).tolist() == second.encode(PROBE).tolist())

@@ -175,12 +175,6 @@ def test_what_tokens_alone_would_not_train_equally_is_refused(copy, here):
         prepare(here(copy))
 
 
-def test_data_that_mask_targets_are_refused(copy, here, monkeypatch):
-    monkeypatch.setattr(Text, "target_masks", lambda *_: {})
-    with pytest.raises(UserError, match="data=text, which trains on a part of its tokens"):
-        prepare(here(copy))
-
-
 def test_a_copy_of_a_copy_is_the_same_data(there, here, tmp_path):
     first = prepare(here(there))
     second = prepare(PreparedFolder(root=str(tmp_path / "second"), path=str(first)))

@@ -1,4 +1,4 @@
-"""Order, masks, and packing are values: any combination of them makes the batches of a run."""
+"""Order and packing are values: any combination of them makes the batches of a run."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -54,10 +54,6 @@ def batches_of(module, count):
     return [torch.cat(column) for column in zip(*pairs, strict=True)]
 
 
-def is_even(tokens, _targets):
-    return tokens % 2 == 0
-
-
 def test_the_order_of_a_mixture_takes_the_windows_of_any_packing(corpora, module_of):
     data = corpora(weights={"code": 0.5, "poems": 0.2, "prose": 0.3})
     module = module_of(data, packing=Numbered())
@@ -68,26 +64,6 @@ def test_the_order_of_a_mixture_takes_the_windows_of_any_packing(corpora, module
     assert not module.may_ignore
     places = np.searchsorted([5, 135], expected, "right")
     assert np.bincount(places).tolist() == [50, 20, 30]
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_a_mask_counts_the_targets_of_its_own_source_in_any_packing(place, corpora, module_of):
-    module = module_of(corpora(), packing=Numbered())
-    module.target_masks = {[*Numbered.counts][place]: is_even}
-    assert module.may_ignore
-    tokens, targets = batches_of(module, 60)
-    of_source = np.searchsorted([5, 135], tokens[:, 0].numpy(), "right") == place
-    ignored = torch.from_numpy(of_source) & (tokens[:, 0] % 2 == 1)
-    assert 0 < ignored.sum() < of_source.sum()
-    assert torch.equal(targets, (tokens + 1).masked_fill(ignored[:, None], IGNORE))
-
-
-def test_each_source_may_have_a_mask_of_its_own(corpora, module_of):
-    module = module_of(corpora(), packing=Numbered())
-    module.target_masks = {"code": is_even, "prose": lambda *both: ~is_even(*both)}
-    rows = [np.array([0, 1, 5, 6, 135, 136, -1])]
-    ((_, targets),) = module.batches("val", rows, CPU)
-    assert targets[:, 0].tolist() == [1, IGNORE, 6, 7, 136, IGNORE, IGNORE]
 
 
 @pytest.mark.parametrize("world", [1, 2])

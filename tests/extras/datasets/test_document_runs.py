@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep_gpt.data.recipe import folder_of
-from lockstep_gpt.extras.datasets.mask import masks_documents
+from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.trained_model import load_model
@@ -100,7 +100,7 @@ def test_a_masked_run_that_0_1_0_froze_resumes_and_generates_the_same_bits(
     assert command(*prompt).stdout == text
     ids = torch.tensor([[*b"a\0b\0c"]])
     masked = load_model(run / "checkpoints/step=000008.ckpt")[0]
-    assert masks_documents(masked)
+    assert isinstance(masked.positions.__self__, Documents)
     torch.testing.assert_close(masked(ids)[0, -1], masked(ids[:, -1:])[0, -1])
     for path in run.glob("checkpoints/step=000008*"):
         path.unlink()

@@ -17,7 +17,7 @@ from lockstep_gpt.extras.datasets.attention import (
     joined,
     token_mask,
 )
-from lockstep_gpt.extras.datasets.mask import mask, mask_documents, masks_documents
+from lockstep_gpt.extras.datasets.mask import Documents, mask, mask_documents
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
 from lockstep_gpt.model.gpt import build_gpt
@@ -270,7 +270,7 @@ def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
 
 
 @pytest.mark.parametrize("groups", [{}, {"mask": False}, {"mask": True}])
-def test_only_the_setting_masks_documents_and_there_is_nothing_to_merge(groups):
+def test_only_the_setting_masks_documents(groups):
     config = Config(
         max_steps=1,
         batch=BatchConfig(global_size=1),
@@ -279,5 +279,5 @@ def test_only_the_setting_masks_documents_and_there_is_nothing_to_merge(groups):
         of_extras={"documents": DocumentSettings(**groups)} if groups else {},
     )
     model = build_gpt(config.model, 50)
-    assert mask_documents(model, config, ByteTokenizer()) is None
-    assert masks_documents(model) is groups.get("mask", False)
+    mask_documents(model, config, ByteTokenizer())
+    assert isinstance(model.positions.__self__, Documents) is groups.get("mask", False)

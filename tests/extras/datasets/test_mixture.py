@@ -124,23 +124,3 @@ def test_a_weight_inside_a_source_is_answered_with_its_place():
         suggestion("data.sources.code") == "choose what it is first, as in data.sources.code=text"
     )
     assert suggestion("data.sources.code.pth") is None
-
-
-class WithFile(Text):
-    """A source that adds its name to each export's file."""
-
-    def files_of_export(self, tokenizer, files):
-        names = files.get("names.json", {"names": []})["names"]
-        return {"names.json": {"names": [*names, self.path, tokenizer]}}
-
-
-def test_an_export_has_what_each_source_adds_to_the_files(corpora, monkeypatch):
-    mixture = corpora("code prose")
-    files = {"config.json": {"a": 1}}
-    assert mixture.files_of_export("t", files) == {}
-    one, other = (WithFile(path=path) for path in ("one", "other"))
-    plain = Text(path="plain")
-    monkeypatch.setattr(mixture, "make_sources", lambda: {"a": one, "b": plain, "c": other})
-    expected = {"names": ["one", "t", "other", "t"]}
-    assert mixture.files_of_export("t", files) == {"names.json": expected}
-    assert files == {"config.json": {"a": 1}}

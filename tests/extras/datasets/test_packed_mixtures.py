@@ -11,7 +11,7 @@ import torch
 
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.windows import parts_of_rows
+from lockstep_gpt.data.windows import first_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
@@ -90,7 +90,8 @@ def numbers_of(module, data, count):
 def sources_of(module, split, numbers):
     """Return the name of the source of each window."""
     counts = module.windows[split].counts
-    return [[*counts][place] for place in parts_of_rows(counts, numbers)]
+    places = np.searchsorted(first_windows(counts), numbers, "right") - 1
+    return [[*counts][place] for place in places]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

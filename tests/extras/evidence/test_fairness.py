@@ -68,7 +68,7 @@ def test_losses_of_other_data_are_refused_but_not_accuracies():
     sides = [setting("old"), setting("new", data__fingerprint="b")]
     with pytest.raises(UserError, match="old and new have other data, a and b, so their val_loss"):
         fairness.refuse_other_data(sides, measure_of("val_loss"))
-    fairness.refuse_other_data(sides, measure_of("tasks/add"))
+    fairness.refuse_other_data(sides, measure_of("mine/add"))
 
 
 def test_sides_that_differ_only_in_name_are_the_same():

@@ -40,8 +40,8 @@ def verdict(differences, measure="val_loss", variants=1, margin=None):
         ),
         (
             [0.14, 0.143, 0.142, 0.145],
-            {"measure": "tasks/add"},
-            "muon is better than adamw in tasks/add by 0.1425 (95% CI 0.1357 to 0.1493), 4 pairs; "
+            {"measure": "mine/add"},
+            "muon is better than adamw in mine/add by 0.1425 (95% CI 0.1357 to 0.1493), 4 pairs; "
             "at this noise 0.021 needs 4 pairs",
         ),
         (

@@ -36,6 +36,13 @@ def test_more_than_the_context_is_rejected(theirs):
         theirs(torch.zeros(1, 33, dtype=torch.int64))
 
 
+def test_the_head_makes_the_logits_of_the_last_hidden_state(theirs):
+    """As trl does, which looks for it in the output of `base_model`."""
+    found = theirs.base_model(torch.randint(256, (2, 9)))
+    logits = theirs.get_output_embeddings()(found.last_hidden_state)
+    assert torch.equal(logits, found.logits)
+
+
 def test_every_weight_learns(theirs):
     tokens = torch.randint(256, (2, 9))
     theirs(tokens, labels=tokens).loss.backward()

@@ -195,11 +195,6 @@ class PreparedFolder(Source):
                 f"{url} was prepared by data={kind}, which this project lacks; add it, or choose "
                 "another folder"
             )
-        if issubclass(made_by, Source) and made_by.target_masks is not Source.target_masks:
-            raise UserError(
-                f"{url} was prepared by data={kind}, which trains on a part of its tokens; copy "
-                f"the folder into data.root, and use data={kind} with its files"
-            )
 
 
 def _without_hashes(split: Split) -> Split:

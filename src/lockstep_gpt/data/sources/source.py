@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,16 +24,10 @@ from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import setting
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
 SMALLEST_BPE = 257  # all bytes and the end of text
 DOCUMENTS = "whole documents"  # what a split consists of
-
-# (tokens, targets) -> which targets count; all are (B, T).
-TargetMask = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class Position(NamedTuple):
@@ -117,13 +111,6 @@ class Source(DataConfig, ABC):
             block_size: tokens of a window.
         """
         return order.windows
-
-    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
-        """Return which targets count in each part of the corpus; in parts without mask, all do.
-
-        A corpus that is one part names it "".
-        """
-        return {}
 
 
 @dataclass

@@ -80,11 +80,6 @@ class Documents:
         return forward(*arguments)
 
 
-def masks_documents(model: Any) -> bool:
-    """Return whether documents don't see each other in this model."""
-    return isinstance(getattr(model.positions, "__self__", None), Documents)
-
-
 def mask_documents(model: Any, config: Config, tokenizer: Tokenizer) -> None:
     """Change a model so that documents don't see each other, if `documents.mask=true`."""
     if DocumentSettings.of(config).mask:

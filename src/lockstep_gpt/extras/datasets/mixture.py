@@ -21,7 +21,7 @@ from lockstep_gpt.data.data_settings import (
     data_class,
 )
 from lockstep_gpt.data.recipe import Recipe
-from lockstep_gpt.data.sources.source import Position, Source, TargetMask, TokenBlock
+from lockstep_gpt.data.sources.source import Position, Source, TokenBlock
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
@@ -189,20 +189,6 @@ class Mixture(Source):
     @cached_property
     def _orders(self) -> dict[Any, MixedOrder]:
         return {}
-
-    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
-        """Return which targets count in each source; in sources without mask, all do."""
-        masks = {
-            name: source.target_masks(tokenizer) for name, source in self.make_sources().items()
-        }
-        return {name: of_source[""] for name, of_source in masks.items() if of_source}
-
-    def files_of_export(self, tokenizer: Tokenizer, files: dict[str, Any]) -> dict[str, Any]:
-        """Return the files that any of the sources adds or changes."""
-        changed: dict[str, Any] = {}
-        for source in self.make_sources().values():
-            changed |= source.files_of_export(tokenizer, {**files, **changed})
-        return changed
 
     def _source(self, name: Any) -> Source:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):

@@ -63,7 +63,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
 
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
-    model, config, tokenizer = load_model(source, is_plain=True)
+    model, _, tokenizer = load_model(source)
     why = f"{source} cannot be exported"
     layout = layout_of(model.config, why)
     weights = export_weights(model, layout)
@@ -76,7 +76,6 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         "generation_config.json": _special(tokenizer) | _generation(layout.code),
         **as_files(tokenizer, model.config.block_size),
     }
-    files |= config.data.files_of_export(tokenizer, files)
     with _complete_folder(target) as folder:
         for name, content in files.items():
             _write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

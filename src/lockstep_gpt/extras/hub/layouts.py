@@ -11,21 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training.initial_weights import (
-    PADDED,
-    POSITIONS,
-    is_vocabulary_of,
-    with_rows,
-)
+from lockstep_gpt.training.initial_weights import POSITIONS
 
 Weights = dict[str, Tensor]
+PADDED = ("token_embedding.weight", "output.weight")  # they have more rows than the vocabulary
 
 
 @dataclass(frozen=True)
@@ -96,13 +92,10 @@ def _without_effect(weights: Weights) -> Weights:
     }
 
 
-def import_weights(
-    saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str, tokenizer: Tokenizer
-) -> Weights:
+def import_weights(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str) -> Weights:
     """Return weights from transformers with our names and the shapes of `model`.
 
-    Positions beyond the context are dropped; rows that pad the vocabulary are zero. Special tokens
-    that were added to the tokenizer begin as its end of text.
+    Positions beyond the context are dropped; rows that pad the vocabulary are zero.
 
     Raises:
         UserError: one is missing, left over, or misshapen; the message starts with `source`.
@@ -118,8 +111,8 @@ def import_weights(
             weight = weight.T
         if ours == POSITIONS:
             weight = weight[: len(place)]
-        if ours in PADDED and is_vocabulary_of(tokenizer, len(weight)):
-            weight = with_rows(weight, place, model.vocab_size, tokenizer.end_of_text)
+        if ours in PADDED and len(weight) == model.vocab_size:
+            weight = F.pad(weight, (0, 0, 0, len(place) - len(weight)))
         weights[ours] = weight
         if weights[ours].shape != place.shape:
             raise UserError(

@@ -7,6 +7,7 @@ trained model, without a cache of keys and values.
 Letters in shapes: B samples, T tokens, C width, H heads, D = C / H, V vocabulary size.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +71,13 @@ class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**{"tie_word_embeddings": False, "use_cache": False, **others})
 
 
+@dataclass
+class ModernGPTOutput(CausalLMOutput):  # type: ignore[misc]
+    """Also what the head multiplies, (B, T, C), because trl computes logits itself."""
+
+    last_hidden_state: Tensor | None = None
+
+
 class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """Rotary positions, norms without weights, squared ReLU, a part of the token before."""
 
@@ -101,7 +109,7 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **others: Any,
-    ) -> CausalLMOutput:
+    ) -> ModernGPTOutput:
         """Predict the token after each of `input_ids`, (B, T).
 
         Args:
@@ -132,11 +140,12 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         mask = visible(seen.bool())
         for block in self.blocks:
             x = block(x, cos, sin, mask)
-        logits = self.output(norm(x))  # (B, T, V)
+        x = norm(x)
+        logits = self.output(x)  # (B, T, V)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits)
+        return ModernGPTOutput(loss=loss, logits=logits, last_hidden_state=x)
 
     def rotations(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the rotary angles, each (T, 1, D / 2)."""

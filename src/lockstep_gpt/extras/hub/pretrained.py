@@ -17,7 +17,7 @@ from lockstep_gpt.extras.hub.layouts import Layout, import_weights, layout_of
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
-from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, is_vocabulary_of
+from lockstep_gpt.training.initial_weights import POSITIONS, PROBE
 
 WEIGHTS = "model.safetensors"
 FILES = '"*.json" "*.safetensors"'  # of a repository on the hub
@@ -40,7 +40,7 @@ def weights_of_folder(
     saved = _settings(folder, source)
     _check_settings(saved, model, layout, source)
     _check_tokenizer(folder, saved, tokenizer, source)
-    weights = import_weights(dict(_weights(folder, source)), model, layout, source, tokenizer)
+    weights = import_weights(dict(_weights(folder, source)), model, layout, source)
     (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
     return weights, longest
 
@@ -104,7 +104,7 @@ def _check_tokenizer(
     remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
     size = saved.get("vocab_size")
     ours = tokenizer.vocab_size
-    if not isinstance(size, int) or not is_vocabulary_of(tokenizer, size):
+    if size != ours:
         raise UserError(
             f"{source} has a vocabulary of {size}, but the data's tokenizer has {ours}; {remedy}"
         )
