@@ -105,7 +105,7 @@ def _run_without_command(word: str) -> int:
 
 def _report_interrupt(name: str) -> int:
     """Print that a Ctrl-C ended a command; return its exit status."""
-    if COMMANDS[name].overrides:  # not a conversation, for example
+    if COMMANDS[name].overrides:  # not `generate`: its text is on the screen
         print(f"{PROGRAM} {name}: stopped by SIGINT; start it again", file=sys.stderr)
     return after_signal(signal.SIGINT)
 
