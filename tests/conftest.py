@@ -41,8 +41,8 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 # Tests run in parallel: threads that wait for each other would wait for other tests' threads.
-# And no test may find the user's account, or the user's runs: trackio's are in the test's folder.
-QUIET = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "TRACKIO_DIR": "trackio"}
+# And no test may find the user's account.
+QUIET = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 # Two of the README's commands, whose output many tests check.
 FIRST = "train experiment=smoke run_dir=runs/first"
 ON_TWO_RANKS = (

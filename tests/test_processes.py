@@ -44,7 +44,7 @@ def test_a_tool_of_this_environment_is_named_so_that_typing_it_here_works(tmp_pa
     assert processes.tool("wandb") == str(folder / "wandb")
     monkeypatch.chdir(tmp_path)
     assert processes.tool("wandb") == ".venv/bin/wandb"
-    assert processes.tool("trackio") == "trackio", "it isn't installed there"
+    assert processes.tool("mlflow") == "mlflow", "it isn't installed there"
     monkeypatch.setenv("PATH", str(folder))
     assert processes.tool("wandb") == "wandb"
 

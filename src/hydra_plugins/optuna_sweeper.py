@@ -16,36 +16,43 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import check, check_choice
-
-DIRECTIONS = ("minimize", "maximize")
+from lockstep_gpt.settings import check
 
 
 class OptunaSweeper(Sweeper):
     """Runs jobs one after another, each with settings that the results so far suggest.
 
+    The arguments are those of the published plugin.
+
     Args:
-        n_trials: total number of jobs.
-        direction: minimize or maximize what a job returns.
-        seed: seed of Optuna's sampler.
+        sampler: `_target_` and arguments of a sampler of Optuna.
+        direction: minimize: a job returns its val/loss.
+        storage: URL of a database that keeps the study; None: memory.
+        study_name: of the study in it, which continues if it exists.
+        n_trials: number of jobs.
         params: setting -> search space, as on the command line, which takes precedence.
     """
 
     def __init__(
         self,
-        n_trials: Any,
+        sampler: Any,
         direction: str,
-        seed: int,
+        storage: str | None,
+        study_name: str | None,
+        n_trials: Any,
         params: Mapping[str, Any] | None = None,
     ) -> None:
+        self.sampler = sampler
+        self.direction = direction
+        self.storage = storage
+        self.study_name = study_name
         self.n_trials = n_trials
         self.params = dict(params or {})
-        self.direction = direction
-        self.seed = seed
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -58,7 +65,7 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> float:
-        """Search; return the best value found.
+        """Search; return the lowest val/loss found.
 
         Raises:
             UserError: Optuna isn't installed, a setting of the sweeper is wrong, or there is no
@@ -66,7 +73,8 @@ class OptunaSweeper(Sweeper):
         """
         is_count = isinstance(self.n_trials, int) and self.n_trials >= 1
         check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
-        check_choice("hydra.sweeper.direction", self.direction, DIRECTIONS)
+        rule = "is not minimize, but each job returns its val/loss; set direction=minimize"
+        check("hydra.sweeper.direction", self.direction, self.direction == "minimize", rule)
         optuna = import_optional("hydra/sweeper=optuna", "optuna", "sweep")
         overrides = self._overrides(arguments)
         space = [override for override in overrides if override.is_sweep_override()]
@@ -76,8 +84,7 @@ class OptunaSweeper(Sweeper):
         for override in space:
             _refuse_empty_interval(override)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(seed=self.seed)
-        study = optuna.create_study(direction=self.direction, sampler=sampler)
+        study = self._study(optuna)
         for number in range(self.n_trials):
             trial = study.ask()
             chosen = [f"{_name(override)}={_suggest(trial, override)}" for override in space]
@@ -88,6 +95,24 @@ class OptunaSweeper(Sweeper):
             else:
                 study.tell(trial, value)
         return _report(study)
+
+    def _study(self, optuna: Any) -> Any:
+        """Return the study that `storage` has under this name, or a new one."""
+        sampler = instantiate(self.sampler)
+        try:
+            return optuna.create_study(
+                storage=self.storage,
+                sampler=sampler,
+                study_name=self.study_name,
+                direction=self.direction,
+                load_if_exists=True,
+            )
+        except Exception as error:  # of any database
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"hydra.sweeper.storage={self.storage} cannot be opened ({reason}); name a "
+                "database, as in sqlite:///study.db"
+            ) from error
 
     def _overrides(self, arguments: list[str]) -> list[Override]:
         """Return the command line's overrides, after those presets that it doesn't replace."""
@@ -134,5 +159,5 @@ def _report(study: Any) -> float:
         print("\nno job of the sweep succeeded")
         return math.nan
     best = OmegaConf.to_yaml(OmegaConf.create(study.best_params)).replace("\n", "  ")
-    print(f"\nbest of {len(study.trials)} jobs: {study.best_value:.4f} with {best}")
+    print(f"\nbest of {len(study.trials)} jobs: val/loss {study.best_value:.4f} with {best}")
     return float(study.best_value)

@@ -322,7 +322,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     code = PREPARE + "    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     peaks = []
     for size in (60, 180):
-        root = tmp_path / str(size)  # beside an earlier state, a build would also copy its tokens
+        root = tmp_path / str(size)
         with (tmp_path / "a.txt").open("wb") as file:
             file.writelines([b"many words " * 100_000] * size)
         config = Text(root=str(root), path=str(tmp_path / "a.txt"))

@@ -178,32 +178,6 @@ def test_verifying_finds_a_byte_that_changed(tmp_path, caplog, small):
         prepare(small(tmp_path), verify=True)
 
 
-@pytest.mark.parametrize("damage", ["emptied", "deleted", "changed", "grown"])
-def test_verifying_includes_the_hashes_of_documents(tmp_path, small, damage):
-    hashes = prepare(small(tmp_path)) / "train.hashes"
-    content = hashes.read_bytes()
-    if damage == "deleted":
-        hashes.unlink()
-    else:
-        changes = {"emptied": b"", "changed": b"x" + content[1:], "grown": content * 2}
-        hashes.write_bytes(changes[damage])
-    with pytest.raises(UserError, match=r"train\.hashes .*; delete the folder"):
-        prepare(small(tmp_path), verify=True)
-
-
-def test_verifying_a_folder_of_an_earlier_version_compares_the_size_of_hashes(tmp_path, small):
-    folder = prepare(small(tmp_path))
-    index = json.loads((folder / "index.json").read_text())
-    del index["sha256"]
-    for split in index["splits"].values():
-        del split["hashes_sha256"]
-    (folder / "index.json").write_text(json.dumps(index))
-    assert prepare(small(tmp_path), verify=True) == folder
-    (folder / "train.hashes").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train\.hashes has 0 bytes, not 16; delete the folder"):
-        prepare(small(tmp_path), verify=True)
-
-
 def test_the_command_verifies_existing_files(command, tmp_path):
     (tmp_path / "text").write_text("some words " * 1000)
     words = ["prepare", "data=text", "data.path=text", f"data.root={tmp_path / 'data'}"]

@@ -106,11 +106,7 @@ def prepared_by_bare_0_1_0(config):
     former = replace(recipe, fingerprints=values["fingerprints"])
     values["fingerprint"] = former.fingerprint
     del values["sha256"]
-    for split in values["splits"].values():
-        del split["hashes_sha256"]
     (folder / INDEX).write_text(json.dumps(values))
-    for path in folder.glob("*.hashes"):
-        path.unlink()
     return folder.rename(former.folder)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep_gpt.data.sealed_json import read_sealed, write_sealed
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
@@ -195,9 +196,15 @@ def test_an_index_without_its_own_hash_is_one_of_an_earlier_version(tmp_path):
     expected = load_index(shards(tmp_path, range(10), range(5), 100))
     values = json.loads((tmp_path / "index.json").read_text())
     del values["sha256"]
-    for split in values["splits"].values():
-        del split["hashes_sha256"]
     (tmp_path / "index.json").write_text(json.dumps(values))
+    assert load_index(tmp_path) == expected
+
+
+def test_a_value_that_only_another_version_records_of_a_split_is_ignored(tmp_path):
+    expected = load_index(shards(tmp_path, range(10), range(5), 100))
+    values = read_sealed(tmp_path / "index.json")
+    values["splits"]["train"]["more"] = 1
+    write_sealed(tmp_path / "index.json", values)
     assert load_index(tmp_path) == expected
 
 

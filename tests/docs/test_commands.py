@@ -59,7 +59,6 @@ ELSEWHERE = {
     "kubectl": "needs a cluster; tests/scripts/test_kubernetes.py reads the manifests",
     "uvx": "downloads; the template's tests run what it would",
     "pipx": "downloads; the template's tests run what it would",
-    "trackio show": "needs a browser; test_trackio_runs.py reads what it shows",
     "wandb": "needs an account; test_wandb_run.py runs the command of the sweep's file",
 }
 # Pages also show commands of extras that are not here.

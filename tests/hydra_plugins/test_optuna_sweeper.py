@@ -65,19 +65,36 @@ def test_an_interval_without_values_is_refused_by_its_setting(space, remedy):
 def test_failed_jobs_do_not_end_the_search(capsys):
     tried = search("seed=1,2,3", job=lambda config: math.nan if config.seed == 1 else 1.0)
     assert len(tried) == 10
-    assert "best of 10 jobs: 1.0000" in capsys.readouterr().out
+    assert "best of 10 jobs: val/loss 1.0000 with" in capsys.readouterr().out
 
 
-def test_it_can_also_maximize(capsys):
-    words = ["hydra.sweeper.direction=maximize", "seed=1,2,3"]
-    search(*words, job=lambda config: float(config.seed))
-    assert "best of 10 jobs: 3.0000 with seed: '3'" in capsys.readouterr().out
+def test_a_stored_study_continues_under_its_name(capsys):
+    words = ["hydra.sweeper.storage=sqlite:///study.db", "hydra.sweeper.study_name=mine"]
+    for job in (lambda config: float(config.seed), lambda _: 4.0):
+        search(*words, "seed=1,2,3", job=job)
+    printed = capsys.readouterr().out
+    assert "best of 10 jobs: val/loss 1.0000 with seed: '1'" in printed
+    assert "best of 20 jobs: val/loss 1.0000 with seed: '1'" in printed
+
+
+def test_another_sampler_of_optuna_can_be_chosen():
+    sampler = "hydra.sweeper.sampler._target_=optuna.samplers.RandomSampler"
+    space = "optim.lr=tag(log,interval(1e-6,1e-1))"
+    tried = search(sampler, space, job=distance, trials=30)
+    assert len({config.optim.lr for config in tried}) == 30
+    late = sum(map(distance, tried[20:])) / 10
+    assert late > 0.5  # it does not come closer, as the default one does
 
 
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("direction=up", "hydra.sweeper.direction=up is not one of minimize, maximize"),
+        (
+            "direction=maximize",
+            "hydra.sweeper.direction=maximize is not minimize, but each job returns its val/loss; "
+            "set direction=minimize",
+        ),
+        ("storage=nope://x", r"hydra.sweeper.storage=nope://x cannot be opened \(.+\); name a .+"),
         ("n_trials=0", "hydra.sweeper.n_trials=0 must be a whole number above 0"),
         ("n_trials=few", "hydra.sweeper.n_trials=few must be a whole number above 0"),
     ],

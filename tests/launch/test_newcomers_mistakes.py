@@ -44,7 +44,7 @@ SPACES = "options are --NAME VALUE, and a text with spaces needs quotes; usage: 
             "-m optim.lr=1e-3, 3e-3",
             "optim.lr=1e-3, ends with a comma; write values without spaces, as in optim.lr=A,B",
         ),
-        ("logger.project=x", "unknown setting logger.project; did you mean logger.trackio.project"),
+        ("logger.project=x", "unknown setting logger.project; did you mean logger.wandb.project"),
         (
             "+logger.project=x",
             "logger.project has no _target_, which names its class; to set project of one that "

@@ -113,16 +113,12 @@ def test_the_check_imports_nothing_that_it_looks_at():
 
 
 @pytest.mark.parametrize(
-    "target",
-    [
-        "mlflow_runs.MLflowRun",
-        "tensorboard_files.tensorboard_logger",
-        "trackio_runs.TrackioRun",
-    ],
+    ("library", "target"), [("mlflow", "MLFlowLogger"), ("tensorboard", "TensorBoardLogger")]
 )
-def test_a_tracker_whose_library_is_absent_is_refused_before_data_are_prepared(target, monkeypatch):
-    library = target.partition("_")[0]
-    logger = {library: {"_target_": f"lockstep_gpt.run.loggers.{target}"}}
+def test_a_tracker_whose_library_is_absent_is_refused_before_data_are_prepared(
+    library, target, monkeypatch
+):
+    logger = {library: {"_target_": f"lightning.pytorch.loggers.{target}"}}
     config = SimpleNamespace(logger=logger)
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(__spec__=True))
     refuse_absent_trackers(config)

@@ -20,8 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encode_corpus
-from lockstep_gpt.data.growing import HashWriter, earlier_state, remember
+from lockstep_gpt.data.encoding import BLOCKS, encode_corpus
 from lockstep_gpt.data.recipe import (
     Recipe,
     create_folder,
@@ -29,7 +28,7 @@ from lockstep_gpt.data.recipe import (
     refuse_empty_splits,
     splits_of,
 )
-from lockstep_gpt.data.shards import HASH, INDEX, Index, hashes_of
+from lockstep_gpt.data.shards import INDEX, Index
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.errors import RunError, UserError
@@ -71,49 +70,27 @@ def _write(recipe: Recipe, folder: Path) -> None:
             for name, split in index.splits.items()
         }
         bar = stack.enter_context(progress(recipe, index.position[2]))
-        hashes = stack.enter_context(closing(HashWriter(folder, index)))
         full_at_save = [len(writer.full) for writer in writers.values()]
-        earlier = _find_earlier_state(recipe, folder, index)
-        known = 0
         for after, invalid, splits in encode_corpus(recipe.source, folder, index.position):
-            for split, documents, count, size in splits:
-                writers[split].append(documents.ids, count, size)
-                hashes.append(split, documents.hashes)
-                known += documents.known
+            for split, ids, documents, size in splits:
+                writers[split].append(ids, documents, size)
             invalid += index.invalid_documents
             index = replace(index, position=[*after], invalid_documents=invalid)
             full = [len(writer.full) for writer in writers.values()]
             if full != full_at_save:
                 full_at_save = full
-                _save(folder, index, writers, hashes)
+                _save(folder, index, writers)
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
             kind = recipe.source.kind
             raise UserError(f"data={kind} contains no text; choose a corpus that does")
-        shutil.rmtree(folder / KNOWN, ignore_errors=True)
-        if known:
-            # A share, because a document is counted in each split that has a part of it.
-            share = known / sum(writer.documents for writer in writers.values())
-            logger.info("%s of the documents are those of %s", f"{share:.1%}", earlier)
         refuse_empty_splits(recipe, writers)
-        _save(folder, index, writers, hashes)
+        _save(folder, index, writers)
 
 
-def _find_earlier_state(recipe: Recipe, folder: Path, index: Index) -> Path | None:
-    """Look for an earlier state of the corpus, and write down where its documents are."""
-    end = recipe.tokenizer.end_of_text
-    earlier = earlier_state(folder.parent, recipe.source.kind, index)
-    if earlier is None or end is None or not remember(earlier, end, folder / KNOWN):
-        return None
-    return earlier
-
-
-def _save(folder: Path, index: Index, writers: dict[str, SplitWriter], hashes: HashWriter) -> None:
+def _save(folder: Path, index: Index, writers: dict[str, SplitWriter]) -> None:
     """Write the index, once everything that it names is on disk."""
-    splits = {
-        name: replace(writer.saved(), hashes_sha256=hashes.saved(name))
-        for name, writer in writers.items()
-    }
+    splits = {name: writer.saved() for name, writer in writers.items()}
     shards.write_index(folder, replace(index, splits=splits))
 
 
@@ -155,10 +132,9 @@ def _remove_abandoned(root: Path) -> None:
 def cut_to_index(folder: Path, index: Index) -> None:
     """Cut off what a killed build wrote after its index."""
     itemsize = np.dtype(index.dtype).itemsize
-    sizes = {folder / shard.file: shard.tokens * itemsize for shard in index.shards}
-    for name, split in index.splits.items():
-        sizes[hashes_of(folder, name)] = split.documents * HASH
-    for path, size in sizes.items():
+    for shard in index.shards:
+        path = folder / shard.file
+        size = shard.tokens * itemsize
         with contextlib.suppress(OSError):  # `check_content` reports a missing file
             if path.stat().st_size > size:
                 os.truncate(path, size)

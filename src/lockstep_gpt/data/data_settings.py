@@ -37,8 +37,8 @@ class DataConfig(Checked):
         if "://" in self.root:
             self.refuse(
                 "root",
-                "is a URL, and ranks map prepared tokens from a disk; set a folder here, and read "
-                "tokens from a URL with data=prepared data.path=URL",
+                "is a URL, and ranks map prepared tokens from a disk; set a folder, and copy what "
+                "is at the URL into it",
             )
         if self.val_fraction + self.test_fraction >= 1:
             self.refuse("test_fraction", f"and data.val_fraction={self.val_fraction} leave nothing")

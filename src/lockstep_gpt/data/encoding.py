@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.growing import Encoder, Tokenized
 from lockstep_gpt.data.sources.source import (
     Block,
     Position,
@@ -24,6 +23,7 @@ from lockstep_gpt.data.sources.source import (
     TokenBlock,
     group_by_split,
 )
+from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import end_with_parent
@@ -31,7 +31,6 @@ from lockstep_gpt.processes import end_with_parent
 Result = TypeVar("Result")
 
 BLOCKS = ".blocks-"  # a folder for blocks from other processes
-KNOWN = f"{BLOCKS}known"  # for documents of an earlier state
 
 
 class Encoded(NamedTuple):
@@ -39,7 +38,7 @@ class Encoded(NamedTuple):
 
     after: Position
     invalid: int
-    splits: list[tuple[str, Tokenized, int, int]]  # name, tokens, documents, bytes of text
+    splits: list[tuple[str, Tokens, int, int]]  # name, ids, documents, bytes of text
 
 
 def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator[Encoded]:
@@ -50,7 +49,7 @@ def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator
     """
     processes = getattr(source, "num_proc", 1)
     if processes == 1:
-        with ThreadPoolExecutor(1, initializer=_make_encoder, initargs=(folder,)) as thread:
+        with ThreadPoolExecutor(1, initializer=_load_tokenizer, initargs=(folder,)) as thread:
             yield from _results_in_order(thread, _encode, source, position, 1)
         return
     # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
@@ -105,27 +104,27 @@ def _results_in_order(
         yield waiting.popleft().result()
 
 
-_encoder: Encoder
+_tokenizer: Tokenizer
 
 
 def _start_process(folder: Path, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     end_with_parent(parent)  # if the parent is killed, this would wait for it forever
-    _make_encoder(folder)
+    _load_tokenizer(folder)
 
 
-def _make_encoder(folder: Path) -> None:
-    global _encoder  # per process: made once, not sent with every block
-    _encoder = Encoder(from_dict(shards.load_index(folder).tokenizer), folder / KNOWN)
+def _load_tokenizer(folder: Path) -> None:
+    global _tokenizer  # per process: made once, not sent with every block
+    _tokenizer = from_dict(shards.load_index(folder).tokenizer)
 
 
 def _encode(block: Block | TokenBlock) -> Encoded:
     if isinstance(block, TokenBlock):
-        tokens = Tokenized(block.ids, b"", 0)
-        return Encoded(block.after, 0, [(block.split, tokens, block.documents, block.text_bytes)])
+        part = (block.split, block.ids, block.documents, block.text_bytes)
+        return Encoded(block.after, 0, [part])
     splits = [
-        (split, _encoder.encode(texts), len(texts), sum(map(len, texts)))
+        (split, _tokenizer.encode_documents(texts), len(texts), sum(map(len, texts)))
         for split, texts in group_by_split(block)
     ]
     return Encoded(block.after, block.invalid, splits)

@@ -22,17 +22,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
         OSError: it can't be read.
         ValueError: it isn't a JSON object, or doesn't match its SHA-256.
     """
-    return parse_sealed(path.read_bytes())
-
-
-def parse_sealed(content: bytes) -> dict[str, Any]:
-    """Return the values in a file's content.
-
-    Raises:
-        ValueError: it isn't a JSON object, or doesn't match its SHA-256.
-    """
     try:
-        values = json.loads(content)
+        values = json.loads(path.read_bytes())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):

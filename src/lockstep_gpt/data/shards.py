@@ -6,7 +6,7 @@ A large split has several files; all but the last have one size, in whole memory
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.data.mapped_files import map_files
-from lockstep_gpt.data.sealed_json import hash_of_file, parse_sealed, write_sealed
+from lockstep_gpt.data.sealed_json import hash_of_file, read_sealed, write_sealed
 from lockstep_gpt.errors import UserError
 
 FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"
-HASH = 16  # bytes of a document's hash: no two of 2**40 share one, with a chance of 1 - 2**-49
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Split:
     documents: int = 0
     text_bytes: int = 0  # of the documents, for bits per byte; 0 if there is no text
     shards: list[Shard] = field(default_factory=list)
-    hashes_sha256: str = ""  # of `hashes_of`; "" without such a file, and in earlier versions
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,6 @@ class Index:
         return (self.splits[split].tokens - 1) // block_size
 
 
-def hashes_of(folder: Path, split: str) -> Path:
-    """Return the file with the hashes of a split's documents, `HASH` bytes each."""
-    return folder / f"{split}.hashes"
-
-
 def write_index(folder: Path, index: Index) -> None:
     """Write `index.json`; it replaces an older one once it is on disk."""
     write_sealed(folder / INDEX, asdict(index))
@@ -93,30 +86,22 @@ def load_index(folder: Path) -> Index:
     """Read `index.json`; raise a `UserError` if it is missing, damaged, or in another format."""
     path = folder / INDEX
     try:
-        return parse_index(path.read_bytes())
+        values = read_sealed(path)
+        found = values["format"]
+        if found == FORMAT:
+            splits = {name: _split_of(entry) for name, entry in values.pop("splits").items()}
+            return Index(**values, splits=splits)
     except OSError as error:
         raise unusable(path, f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise unusable(path, str(error)) from error
-
-
-def parse_index(content: bytes) -> Index:
-    """Return the index in the content of an `index.json`.
-
-    Raises:
-        ValueError: it is damaged or in another format.
-    """
-    try:
-        values = parse_sealed(content)
-        if values["format"] == FORMAT:
-            splits = values.pop("splits")
-            for split in splits.values():
-                split["shards"] = [Shard(**shard) for shard in split["shards"]]
-            splits = {name: Split(**split) for name, split in splits.items()}
-            return Index(**values, splits=splits)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError("is damaged") from error
-    raise ValueError(f"has format {values['format']}, this version reads {FORMAT}")
+        raise unusable(path, "is damaged") from error
+    raise unusable(path, f"has format {found}, this version reads {FORMAT}")
+
+
+def _split_of(entry: dict[str, Any]) -> Split:
+    """Return a split's entry without values that another version has recorded in addition."""
+    known = {item.name: entry[item.name] for item in fields(Split) if item.name in entry}
+    return Split(**{**known, "shards": [Shard(**shard) for shard in entry["shards"]]})
 
 
 def check_sizes(folder: Path, index: Index) -> None:
@@ -133,33 +118,16 @@ def check_sizes(folder: Path, index: Index) -> None:
 
 
 def check_content(folder: Path, index: Index) -> None:
-    """Compare each file with its SHA-256; raise a `UserError` if one differs."""
+    """Compare each token file with its SHA-256; raise a `UserError` if one differs."""
     check_sizes(folder, index)
     for shard in index.shards:
-        _check_file(folder / shard.file, shard.sha256)
-    _check_hashes(folder, index)
-
-
-def _check_hashes(folder: Path, index: Index) -> None:
-    """Compare the hashes of documents; of those of earlier versions, only the size is known."""
-    any_exists = any(hashes_of(folder, name).exists() for name in index.splits)
-    for name, split in index.splits.items():
-        path = hashes_of(folder, name)
-        if split.hashes_sha256:
-            _check_file(path, split.hashes_sha256)
-        elif any_exists and split.documents:
-            size = path.stat().st_size if path.exists() else 0
-            if size != split.documents * HASH:
-                raise unusable(path, f"has {size:,} bytes, not {split.documents * HASH:,}")
-
-
-def _check_file(path: Path, sha256: str) -> None:
-    try:
-        is_same = hash_of_file(path) == sha256
-    except OSError as error:
-        raise unusable(path, f"cannot be read ({error.strerror})") from error
-    if not is_same:
-        raise unusable(path, "does not match its SHA-256")
+        path = folder / shard.file
+        try:
+            is_same = hash_of_file(path) == shard.sha256
+        except OSError as error:
+            raise unusable(path, f"cannot be read ({error.strerror})") from error
+        if not is_same:
+            raise unusable(path, "does not match its SHA-256")
 
 
 def unusable(path: Path, reason: str) -> UserError:

@@ -22,8 +22,8 @@ from lockstep_gpt.optional import refuse_absent
 HIDDEN_NAMES = re.compile(
     rb"import \*|__getattr__(?!\(self)|globals\(|sys\.modules|\bexec\(|\bvars\(\)"
 )
-# Of run/loggers/ -> its library, an optional dependency of the same name.
-TRACKERS = {"mlflow_runs": "mlflow", "tensorboard_files": "tensorboard", "trackio_runs": "trackio"}
+# Lightning's logger -> its library, an optional dependency of the same name.
+TRACKERS = {"MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard"}
 
 
 def refuse_missing(config: Config) -> None:
@@ -46,9 +46,8 @@ def refuse_missing(config: Config) -> None:
 def refuse_absent_trackers(config: Config) -> None:
     """Raise a `UserError` if a chosen tracker's library is not installed."""
     for _, target in _targets(config.logger, "logger"):
-        module = target.removeprefix("lockstep_gpt.run.loggers.").partition(".")[0]
-        if module in TRACKERS:
-            library = TRACKERS[module]
+        library = TRACKERS.get(target.removeprefix("lightning.pytorch.loggers."))
+        if library is not None:
             refuse_absent(f"logger={library}", library, library)
 
 

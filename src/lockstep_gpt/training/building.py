@@ -29,7 +29,12 @@ from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
-from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
+from lockstep_gpt.run.loggers.tracking import (
+    ContinuedRun,
+    TrackedRun,
+    git_state,
+    tracked_runs,
+)
 from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.replays import Replays
@@ -146,7 +151,11 @@ def guard_loggers(directory: RunDirectory, config: Config) -> dict[str, TrackerG
 def build_loggers(
     guards: dict[str, TrackerGuard], directory: RunDirectory, batch: BatchPlan, module: GPTModule
 ) -> list[Logger]:
-    """Build the chosen loggers, which can't end the run; ours get the run and derived values."""
+    """Build the chosen loggers, which can't end the run.
+
+    Each gets those of these arguments that its class has, unless they are set: ours, the run and
+    derived values; Lightning's, the run's folder and name, and the id to continue.
+    """
     derived = {
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
@@ -156,13 +165,24 @@ def build_loggers(
         **git_state(Path(__file__).parent),
     }
     values = {**directory.values(), **derived}
-    known = {"directory": directory, "config": values, "model": module.model}
+    known = {
+        "directory": directory,
+        "config": values,
+        "model": module.model,
+        "save_dir": str(directory.path),
+        "run_name": values["run_name"],
+    }
     loggers = []
     for name, guard in guards.items():
         node = module.config.logger[name]
-        logger = guard.start(target_of(node), partial(build, node, {**known, "guard": guard}))
-        if not isinstance(logger, TrackedRun):  # which got them at its start
-            logger.log_hyperparams(values)
+        kind = target_of(node)
+        continued = ContinuedRun(directory, name, kind)
+        offered = {**known, "guard": guard, "run_id": continued.run_id}
+        unset = {key: value for key, value in offered.items() if key not in node}
+        logger = guard.start(kind, partial(build, node, unset))
+        if not isinstance(logger, TrackedRun) and continued.run_id is None:
+            logger.log_hyperparams(values)  # a tracked run got them at its start
+            guard.call("start", continued.remember, logger)
         loggers.append(logger)
     return loggers
 

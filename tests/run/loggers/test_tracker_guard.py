@@ -1,6 +1,5 @@
 """A tracker that fails, hangs, or ends threads is one warning; the run and metrics.csv go on."""
 
-import contextvars
 import csv
 import logging
 import os
@@ -12,21 +11,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.mlflow_runs import MLflowRun
-from lockstep_gpt.run.loggers.tensorboard_files import tensorboard_logger
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import TrackedRun, tracked_runs
-from lockstep_gpt.run.loggers.trackio_runs import TrackioRun
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 wandb_module = pytest.importorskip("lockstep_gpt.run.loggers.wandb_run")
 
 CONFIG = {"run_name": "mine", "log_every": 1}
-VARIABLE = contextvars.ContextVar("variable", default="before")
 
 
 class Fails(BaseException):
@@ -124,19 +119,11 @@ def test_a_guarded_logger_behaves_like_itself(start):
     assert isinstance(start(CSVLogger, "folder"), CSVLogger)
 
 
-def test_calls_of_one_tracker_share_a_thread_of_its_own_and_the_callers_context(start):
+def test_calls_of_one_tracker_share_a_thread_of_its_own(start):
     guarded = start(Tracker, name="first")
     guarded.log_metrics({}, 1)
     guarded.log_metrics({}, 3)
     assert {thread for _, _, thread in guarded.rows} == {"first"}
-    guarded = start(lambda: Tracker(partial(VARIABLE.set, "set by a tracker")))
-
-    def log():
-        VARIABLE.set("set by the caller")
-        guarded.log_metrics({}, 2)
-        return VARIABLE.get()
-
-    assert contextvars.copy_context().run(log) == "set by a tracker"
 
 
 def test_a_thread_ends_with_its_guard(tmp_path):
@@ -198,29 +185,19 @@ def wandb_run(folder):
 
 
 def mlflow_run(folder):
-    uri = f"sqlite:///{folder}/mlflow.db"
-    settings = {"experiment": "e", "tracking_uri": uri, "tags": {}}
-    return MLflowRun(directory=RunDirectory(folder), config=CONFIG, **settings)
-
-
-def trackio_run(folder):
-    return TrackioRun(directory=RunDirectory(folder), config=CONFIG, project="p", group=None)
+    return MLFlowLogger("e", "mine", f"sqlite:///{folder}/mlflow.db")
 
 
 def tensorboard_run(folder):
-    return tensorboard_logger(directory=RunDirectory(folder))
+    return TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
 
 
-@pytest.mark.usefixtures("fresh_trackio")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # MLflow's
-@pytest.mark.filterwarnings("ignore:trackio failed")  # trackio's own warning
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
-@pytest.mark.parametrize("kind", [wandb_run, mlflow_run, trackio_run, tensorboard_run])
+@pytest.mark.parametrize("kind", [wandb_run, mlflow_run, tensorboard_run])
 def test_a_full_disk_of_a_tracker_ends_no_run(full_disk, start, warnings_of, monkeypatch, kind):
     folder, fill = full_disk
-    monkeypatch.setenv("TRACKIO_DIR", str(folder))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it, also for later tests
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     guarded = start(kind, folder)
     guarded.log_metrics({"loss": 1.0}, 1)
     fill()
@@ -229,9 +206,8 @@ def test_a_full_disk_of_a_tracker_ends_no_run(full_disk, start, warnings_of, mon
     for run in tracked_runs([guarded]):
         run.close("done")
     guarded.finalize("success")
-    if kind is not trackio_run:  # it warns itself
-        (line,) = warnings_of("mine")
-        assert "no longer records this run" in line
+    (line,) = warnings_of("mine")
+    assert "no longer records this run" in line
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("tensorboard"):
             thread.join(5)  # so that its exception is not taken for one of the next test

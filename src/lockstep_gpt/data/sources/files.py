@@ -55,7 +55,6 @@ def find_files(
     wanted: str = "",
     setting: str = "data.path",
     split: str | None = None,
-    may_lack: bool = False,
 ) -> Files:
     """Return the files of a folder, a glob, or a URL.
 
@@ -64,10 +63,9 @@ def find_files(
         wanted: pattern that the names of a folder's files must match.
         setting: the setting that the path is from.
         split: the split of all the files; None: their documents are divided.
-        may_lack: whether there may be none.
 
     Raises:
-        UserError: there are none, unless `may_lack`, or a folder or a link can't be read.
+        UserError: there are none, or a folder or a link can't be read.
     """
     if not path:
         raise UserError(f"{setting} is empty; set it to a file, a folder, a glob, or a URL")
@@ -92,7 +90,7 @@ def find_files(
         if info["type"] == "file":
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
-    if not files and not may_lack:
+    if not files:
         with reading(f"{setting}={path}"):
             _raise_cause(system, place, is_here)
         raise UserError(f"{setting}={path} {_what_instead(infos, wanted)}")

@@ -6,7 +6,6 @@ Trainer calls it as usual: it sees the logger's class, methods, and `experiment`
 
 from __future__ import annotations
 
-import contextvars
 import inspect
 import logging
 import queue
@@ -56,7 +55,7 @@ class TrackerGuard:
 
         Args:
             action: the name of the call in a warning.
-            function: is called in the tracker's thread, in the caller's context.
+            function: is called in the tracker's thread.
             args: arguments; the first integer after the first one is the step.
             kwargs: others; so is `step`.
         """
@@ -64,16 +63,14 @@ class TrackerGuard:
             return None
         if threading.current_thread() is self._thread:  # the tracker calls itself
             return function(*args, **kwargs)
-        context = contextvars.copy_context()
         outcome: Future[Any] = Future()
-        self._calls.put(partial(_run, outcome, context, partial(function, *args, **kwargs)))
+        self._calls.put(partial(_run, outcome, partial(function, *args, **kwargs)))
         try:
             error = outcome.exception(self._limit(action, function))
         except TimeoutError:
             reason = f"no answer in {self.seconds:g} s; guard.tracker_seconds"
             self._drop(action, reason, step_of(args, kwargs))
             return None
-        _adopt(context)
         if error is not None:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             reason = textwrap.shorten(reason, REASON_LENGTH, placeholder=" ...")
@@ -84,7 +81,7 @@ class TrackerGuard:
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Let the tracker's thread call `function` before its start; if it fails, so will that."""
-        self._calls.put(partial(_run, Future(), contextvars.copy_context(), function))
+        self._calls.put(partial(_run, Future(), function))
 
     def start(self, kind: Any, make: Callable[[], Logger]) -> Any:
         """Return the logger that `make` builds, guarded; one that does nothing if it can't start.
@@ -137,8 +134,7 @@ class TrackerGuard:
             return ""
         outcome: Future[str] = Future()
         work = partial(self._abandon, self.directory)
-        arguments = [outcome, contextvars.copy_context(), work]
-        threading.Thread(target=_run, args=arguments, name=self.name, daemon=True).start()
+        threading.Thread(target=_run, args=[outcome, work], name=self.name, daemon=True).start()
         try:
             failed = outcome.exception(ABANDON_SECONDS) is not None
         except TimeoutError:
@@ -205,18 +201,11 @@ def _work(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del call  # what it refers to, also the guard, may go while this waits
 
 
-def _run(outcome: Future[Any], context: contextvars.Context, function: Callable[[], Any]) -> None:
+def _run(outcome: Future[Any], function: Callable[[], Any]) -> None:
     try:
-        outcome.set_result(context.run(function))
+        outcome.set_result(function())
     except BaseException as error:  # also SystemExit: a thread of ours must not end
         outcome.set_exception(error)
-
-
-def _adopt(context: contextvars.Context) -> None:
-    """Set here what a call has set in its context: trackio keeps the current run there."""
-    for variable, value in context.items():
-        if variable.get(None) is not value:
-            variable.set(value)
 
 
 def _made_or_refused(make: Callable[[], Logger]) -> Logger | UserError:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.loggers import Logger
 
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.whole_files import replace_text
+
 logger = logging.getLogger(__name__)
 
 ENDED_WELL = ("done", "stopped early")
+RUN_ID = r"\w{1,64}"  # of trackers whose logger takes a `run_id`: MLflow's has 32 digits
 WANDB_ID = r"[^/\\#?%:\s\x00-\x1f\x7f-\x9f]{1,64}"  # what wandb accepts
 
 
@@ -68,6 +73,26 @@ def known_id(path: Path, pattern: str) -> str | None:
     if known is None and path.exists():
         logger.warning("%s is damaged; the tracker gets a new run", path)
     return known
+
+
+class ContinuedRun:
+    """Which run of a tracker a logger of Lightning continues, if its class takes a `run_id`.
+
+    Args:
+        directory: the run, which has the id after its first start.
+        name: of the tracker, as in `logger=mlflow`.
+        kind: the logger's class.
+    """
+
+    def __init__(self, directory: RunDirectory, name: str, kind: Callable[..., Any]) -> None:
+        self._file = directory.path / f"{name}_run_id"
+        self._takes_id = "run_id" in inspect.signature(kind).parameters
+        self.run_id = known_id(self._file, RUN_ID) if self._takes_id else None
+
+    def remember(self, run: Logger) -> None:
+        """Write the id of a run that has just started, which is the logger's version."""
+        if self._takes_id:
+            replace_text(self._file, str(run.version))
 
 
 def git_state(folder: Path) -> dict[str, Any]:
