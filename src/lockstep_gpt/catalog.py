@@ -43,7 +43,6 @@ CATALOG = {
     "pages": Offer(
         "the report of a run, and a page that shows the all-reduce",
         commands=("panel", "report"),
-        groups=("pages",),
         choices=("callbacks=sync_panel",),
     ),
     "tasks": Offer(

@@ -32,7 +32,6 @@ NAMED_IN = {
     },
     "pages": {
         "tests/extras/datasets/test_document_runs.py": "it shows packed runs, if it is there",
-        "tests/extras/tasks/test_during_runs.py": "a report shows the accuracy, if it is there",
     },
     "tasks": {},
     "warm": {

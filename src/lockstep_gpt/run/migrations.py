@@ -39,7 +39,7 @@ MOVED_SETTINGS = {
     "model.size": "size.weights",
     "model.size_law": "size.law",
 }
-# Callbacks that a setting, `pages.report`, has replaced.
+# Callbacks that wrote a file at the end of a run: it goes on without them.
 GONE_CALLBACKS = (f"{_CORE}.seeing.at_end.ReportAtEnd", f"{_EXTRAS}.seeing.at_end.ReportAtEnd")
 
 
