@@ -25,10 +25,8 @@ CATALOG = {
         choices=("data=chat", "experiment=chat", "model=from_weights/initial"),
     ),
     "cluster": Offer(
-        "plans of a run, checks of machines, drills, sizes of models",
-        commands=("plan", "doctor", "drill", "ledger", "size_law"),
-        groups=("size",),
-        choices=("model=auto",),
+        "plans of a run, checks of machines, drills",
+        commands=("plan", "doctor", "drill"),
     ),
     "datasets": Offer(
         "several sources at once, documents kept apart, packing",

@@ -45,7 +45,14 @@ def test_classes_and_settings_that_moved_are_found():
             "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
         },
         "launch": {"warm": None, "inline": True},
-        "model": {"n_layer": 2, "lora_rank": 4, "lora_alpha": None, "mask_documents": False},
+        "model": {
+            "n_layer": 2,
+            "n_kv_head": None,
+            "gone": None,
+            "lora_rank": 4,
+            "lora_alpha": None,
+            "mask_documents": False,
+        },
     }
     assert migrate(frozen) == {
         "callbacks": {
@@ -53,7 +60,7 @@ def test_classes_and_settings_that_moved_are_found():
             "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
         },
         "launch": {"inline": True},
-        "model": {"n_layer": 2},
+        "model": {"n_layer": 2, "n_kv_head": None},
         "lora": {"rank": 4},
     }
 

@@ -29,8 +29,6 @@ GONE_SETTINGS = {
     "model.lora_alpha": "set lora.alpha",
     "model.lora_rank": "set lora.rank",
     "model.mask_documents": "set documents.mask",
-    "model.size": "set size.weights",
-    "model.size_law": "set size.law",
 }
 
 
