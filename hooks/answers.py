@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 # Each extra is a folder of the package, its pages, and its tests: see `places`.
 EXTRAS = {
-    "cluster": "plans of a run, checks of machines, drills, sizes of models",
+    "cluster": "plans of a run, checks of machines, drills",
     "datasets": "several sources at once, documents kept apart, packing",
     "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
     "hub": "export to Hugging Face, and start from its models",

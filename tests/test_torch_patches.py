@@ -50,13 +50,6 @@ def test_a_marked_update_is_skipped_and_an_unmarked_one_is_not():
     assert updated(skip=False) == 0.0
 
 
-def test_an_operation_declares_which_arguments_it_writes():
-    (weight, *_) = torch_patches.declared_arguments(torch.ops.aten.add_.Tensor)
-    assert weight.alias_info.is_write
-    (weight, *_) = torch_patches.declared_arguments(torch.ops.aten.add.Tensor)
-    assert weight.alias_info is None
-
-
 def test_callers_are_named_without_reading_their_source(monkeypatch):
     # torch still asks for names, and still reads sources to find them.
     assert "get_method_name()" in inspect.getsource(rendezvous)

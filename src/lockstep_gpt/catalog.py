@@ -19,10 +19,8 @@ class Offer(NamedTuple):
 
 CATALOG = {
     "cluster": Offer(
-        "plans of a run, checks of machines, drills, sizes of models",
-        commands=("plan", "doctor", "drill", "ledger", "size_law"),
-        groups=("size",),
-        choices=("model=auto",),
+        "plans of a run, checks of machines, drills",
+        commands=("plan", "doctor", "drill"),
     ),
     "datasets": Offer(
         "several sources at once, documents kept apart, packing",
@@ -37,7 +35,6 @@ CATALOG = {
     "pages": Offer(
         "the report of a run, and a page that shows the all-reduce",
         commands=("panel", "report"),
-        groups=("pages",),
         choices=("callbacks=sync_panel",),
     ),
     "warm": Offer("ranks start faster, as forks of one process", groups=("warm",)),

@@ -68,11 +68,6 @@ def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
     return list(ddp.reducer._get_zeros_like_grad_buckets())
 
 
-def declared_arguments(operation: Any) -> Sequence[Any]:
-    """Return an operation's declared arguments, which say what it writes; no public name does."""
-    return list(operation._schema.arguments)
-
-
 def logs_specs_of(agent: Any) -> Any:
     """Return where an elastic agent's ranks write, which a subclass that starts them must know."""
     return agent._logs_specs

@@ -64,7 +64,7 @@ def text_of(name: str) -> str:
 
 def test_an_extra_s_file_is_in_one_of_its_three_places():
     assert owner("src/lockstep_gpt/extras/datasets/configs/data/mixture.yaml") == "datasets"
-    assert owner("docs/cluster.md") == owner("docs/cluster_sizes.svg") == "cluster"
+    assert owner("docs/cluster.md") == "cluster"
     assert owner("tests/extras/warm/test_fork.py") == "warm"
     assert owner("docs/hubs.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
 

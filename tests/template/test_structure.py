@@ -539,14 +539,6 @@ def test_private_names_of_others_are_only_in_patches():
             "_dump_nccl_trace",
         },
         "lockstep_gpt/extras/cluster/examination.py": {"_C", "_distributed_c10d"},
-        "lockstep_gpt/extras/cluster/kernels.py": {
-            "_cdata",
-            "_local_scalar_dense",
-            "_python_dispatch",
-            "_pytree",
-            "_to_copy",
-        },
-        "lockstep_gpt/extras/cluster/ledger.py": {"_subclasses"},
         "lockstep_gpt/extras/cluster/meeting.py": {"_C", "_distributed_c10d"},
         "lockstep_gpt/extras/cluster/tracing.py": {
             "_cdata",

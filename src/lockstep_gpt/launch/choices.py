@@ -27,8 +27,6 @@ GONE_SETTINGS = {
     "data.packing": "choose packing=documents or packing=stream",
     "launch.warm": "set warm.enabled",
     "model.mask_documents": "set documents.mask",
-    "model.size": "set size.weights",
-    "model.size_law": "set size.law",
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from lockstep_gpt.catalog import extra_of_choice, how_to_add
 from lockstep_gpt.config_files import target_of
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.model.model_settings import ModelConfig
 
 _CORE = "lockstep_gpt"
 _EXTRAS = "lockstep_gpt.extras"
@@ -34,8 +36,6 @@ MOVED_TARGETS = {
 MOVED_SETTINGS = {
     "launch.warm": "warm.enabled",
     "model.mask_documents": "documents.mask",
-    "model.size": "size.weights",
-    "model.size_law": "size.law",
 }
 # Settings without a successor: null, which did nothing, is left out; a value is refused.
 GONE_SETTINGS = ("model.lora_alpha", "model.lora_rank")
@@ -48,6 +48,7 @@ def migrate(values: dict[str, Any]) -> dict[str, Any]:
     values = _without_gone_callbacks(values)
     values = _with_moved_targets(values)
     values = _with_moved_settings(values)
+    values = _without_unset_settings(values)
     data = values.get("data")
     if not isinstance(data, dict) or "source" not in data:
         return values
@@ -108,6 +109,19 @@ def _with_moved_settings(values: dict[str, Any]) -> dict[str, Any]:
         new_group, _, new_name = new.partition(".")
         moved[new_group] = {**moved.get(new_group, {}), new_name: value}
     return moved
+
+
+def _without_unset_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out settings of the model that this version lacks and that were null: they did nothing.
+
+    Any other setting that it lacks is an error, when the values are read.
+    """
+    model = values.get("model")
+    if not isinstance(model, dict):
+        return values
+    known = {item.name for item in fields(ModelConfig)}
+    kept = {name: value for name, value in model.items() if value is not None or name in known}
+    return {**values, "model": kept}
 
 
 def _with_target(data: dict[str, Any]) -> dict[str, Any]:

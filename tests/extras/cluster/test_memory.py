@@ -220,6 +220,7 @@ def test_logits_of_a_gpu_are_chunked_only_if_they_do_not_fit(composed, compiled)
     logits, chunks = 1024 * 50_304, Chunks.of(config, 50_304, 80e9)
     limit = 0.15 * 80e9 / 4 if compiled else functional.GPU_CHUNK_LOGITS
     assert chunks.most_whole == limit // logits
+    assert functional.GPU_CHUNK_LOGITS // 50_304 >= 4096  # rows, so that products stay efficient
     assert chunks.size(2) == 2 * logits * (2 + 2 if compiled else 2 + 4 + 2)
     assert chunks.size(chunks.most_whole + 1) == functional.GPU_CHUNK_LOGITS * 8
     for activations in (2e8, 1e9, 3e9):

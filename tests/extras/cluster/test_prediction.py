@@ -5,6 +5,7 @@ import pytest
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
+from lockstep_gpt.training.orthogonalization import flops_of
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -47,6 +48,40 @@ def test_time_and_speed_agree(gpt2):
     for row in gpt2[1].rows:
         assert row.seconds * row.tokens_per_second == pytest.approx(gpt2[1].tokens)
         assert row.batch.tokens_per_step / row.time.total == pytest.approx(row.tokens_per_second)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "measured"), [("gpt2_124m", 256, 512e3), ("modern_124m", 64, 514e3)]
+)
+def test_the_assumed_utilization_is_near_the_one_of_an_h200(composed, name, samples, measured):
+    """The figures in BENCHMARKS.md, of 27 November 2026."""
+    config = composed(f"experiment={name}", f"batch.global_size={samples}")
+    (row,) = predict(config, HARDWARE["h200"], (1,), vocab_size=50_257).rows
+    assert row.tokens_per_second == pytest.approx(measured, rel=0.1)
+
+
+def test_a_step_computes_its_operations_at_the_assumed_part_of_the_peak(gpt2):
+    config, plan = gpt2
+    # 6 operations per weight, and 12 x layers x width x context in attention, of which the causal
+    # mask leaves half (Chowdhery et al. 2022, appendix B).
+    weights = 124_439_808 - 1024 * 768  # without the positions, which multiply nothing
+    assert plan.flops_per_token == pytest.approx(6 * weights + 6 * 12 * 768 * 1024, rel=0.01)
+    (row, *_) = plan.rows
+    expected = 64 * 1024 * plan.flops_per_token / (0.4 * 989.5e12)
+    assert row.time.compute == pytest.approx(expected)
+    measured = replace(H100, utilisation=0.2)
+    assert predict(config, measured, (1,)).rows[0].time.compute == pytest.approx(2 * expected)
+
+
+def test_muon_s_products_are_part_of_the_update(composed):
+    words = ("model=gpt2", "optim.clip_norm=1.0", "batch.global_size=64")
+    configs = (composed(f"optim={name}", *words) for name in ("muon", "adamw"))
+    muon, adamw = (predict(config, H100, (1,)) for config in configs)
+    blocks = 12 * sum(map(flops_of, [(2304, 768), (768, 768), (3072, 768), (768, 3072)]))
+    seconds = blocks / (0.4 * 989.5e12)
+    moved = 8 * 85e6 / (0.7 * 3350e9)  # AdamW reads and writes one more moment of the blocks
+    more = muon.rows[0].time.optimizer - adamw.rows[0].time.optimizer
+    assert more == pytest.approx(seconds - moved, rel=0.02)
 
 
 def test_nodes_are_filled_one_after_the_other(gpt2):

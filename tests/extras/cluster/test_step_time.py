@@ -1,4 +1,3 @@
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -6,15 +5,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
-from lockstep_gpt.extras.cluster.kernels import (
-    BLOCKS,
-    MEMORY,
-    MUON,
-    SUMS,
-    UPDATE,
-    Kernel,
-)
-from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.extras.cluster.step_time import (
@@ -31,8 +21,7 @@ from lockstep_gpt.extras.cluster.tracing import shaped
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.schedule import BatchPlan
 
-IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0, utilisation=0.4)
-UPDATED = Ledger(Counter([Kernel(UPDATE, MEMORY, 800 * MIB, 480 * MIB)]))
+IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(
     flops_per_token=10**9,
     gradients=[40 * MIB] * 4,
@@ -40,8 +29,12 @@ WORK = Work(
     precision="bf16-mixed",
     bucket_cap_mb=25,
     compression=1.0,
-    ledger=lambda _: UPDATED,
 )
+
+
+# Weights, gradients, and moments are read, and all but the gradients written; clipping reads the
+# gradients twice more and writes them once.
+UPDATE = (2 * 160 + 4 * 160 + 2 * 320) * MIB / (0.7 * 2039e9)
 
 
 def spread(devices, nodes=1, accumulation=1, micro_size=8):
@@ -189,12 +182,13 @@ def test_gradients_that_add_up_whole_are_scattered_once_a_step():
 
 
 def test_ranks_share_muon_s_products_and_gather_its_updates():
-    kernels = Counter([Kernel(MUON, MEMORY, 800 * MIB, 0), Kernel(UPDATE, MEMORY, 80 * MIB, 0)])
     ownership = Ownership(((1024, 1024),) * 12, size=4)
-    work = replace(WORK, ledger=lambda _: Ledger(kernels), ownership=ownership)
+    work = replace(WORK, muon_flops=12 * 10**12, ownership=ownership)
     alone, eight = (step_time(work, spread(ranks), STILL) for ranks in (1, 8))
+    products = 12e12 / (0.4 * 312e12)
+    assert alone.optimizer == pytest.approx(UPDATE + products)
     # Of twelve matrices, four ranks own two.
-    assert eight.optimizer == pytest.approx(alone.optimizer * (800 * 2 / 12 + 80) / 880)
+    assert eight.optimizer == pytest.approx(UPDATE + products * 2 / 12)
     everywhere = step_time(replace(work, ownership=None), spread(8), STILL)
     assert everywhere.optimizer == alone.optimizer
     gather = 7 / 8 * 12 * 2 * MIB / (300 * GB)
@@ -246,10 +240,19 @@ def test_half_precision_on_the_way_halves_the_exchange():
     assert half.all_reduce == pytest.approx(full.all_reduce / 2)
 
 
-def test_unmeasured_compute_is_estimated_from_the_kernels():
-    kernels = Counter([Kernel(BLOCKS, MEMORY, 3e9, 1e9), Kernel(SUMS, MEMORY, 1e9, 1e9)])
-    work = replace(WORK, ledger=lambda _: Ledger(kernels))
-    hardware = replace(IDEAL, utilisation=None, memory_share=1.0, memory_bandwidth=1e9)
-    assert step_time(work, spread(1, accumulation=3), hardware).compute == pytest.approx(16.0)
-    slow = replace(hardware, launch=10.0)  # two kernels, and one of them three times
-    assert step_time(work, spread(1, accumulation=3), slow).compute == pytest.approx(50.0)
+def test_an_update_moves_weights_gradients_and_moments_through_memory():
+    clipped, plain = (step_time(replace(WORK, clips=clips), spread(1), IDEAL) for clips in (1, 0))
+    assert clipped.optimizer == pytest.approx(UPDATE)
+    assert plain.optimizer == pytest.approx(UPDATE * (28 / 40))  # bytes per weight, with AdamW
+    sharing = replace(SHARING, adds_whole=True)
+    shared = step_time(replace(WORK, sharing=sharing, muon_flops=10**12), spread(8), STILL)
+    assert shared.optimizer == pytest.approx((UPDATE + 1e12 / (0.4 * 312e12)) / 8)
+
+
+def test_products_of_muon_take_the_only_peak_that_a_profile_has():
+    measured = replace(IDEAL, peak={"fp32": 1e12})
+    work = replace(WORK, precision="32-true")
+    more, none = (
+        step_time(replace(work, muon_flops=flops), spread(1), measured) for flops in (10**12, 0)
+    )
+    assert more.optimizer - none.optimizer == pytest.approx(1 / 0.4)

@@ -5,8 +5,7 @@ import shutil
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.pages.page import render_page
-from lockstep_gpt.extras.pages.panel import panel_page
+from lockstep_gpt.extras.pages.panel import panel_page, render
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 NASTY = ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028", "\\", '"', "{}", "größer"]
@@ -31,20 +30,18 @@ def test_the_page_without_data_is_small(recorded):
 
 
 def test_text_of_samples_cannot_end_the_data(recorded):
-    text = render_page("panel", {"name": NASTY, "recordings": []})
+    text = render({"name": NASTY, "recordings": []})
     assert json.loads(DATA.findall(text)[0])["name"] == NASTY
     assert text.count("</script>") == panel_page(recorded[0]).count("</script>") == 2
     assert "<!--" not in text
 
 
 def test_placeholders_in_data_stay_text():
-    assert json.loads(DATA.findall(render_page("panel", "<!-- style page.css -->"))[0]) == (
-        "<!-- style page.css -->"
-    )
+    assert json.loads(DATA.findall(render("<!-- style -->"))[0]) == ("<!-- style -->")
 
 
 def test_numbers_that_are_not_finite_are_null():
-    text = render_page("panel", {"values": [float("nan"), [float("inf")], 1.5]})
+    text = render({"values": [float("nan"), [float("inf")], 1.5]})
     assert json.loads(DATA.findall(text)[0]) == {"values": [None, [None], 1.5]}
 
 

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.pages.page import render_page
-from lockstep_gpt.extras.pages.panel import panel_page
+from lockstep_gpt.extras.pages.panel import panel_page, render
 from lockstep_gpt.whole_files import write_output
 
 NUMBERS = "rows => rows.map(row => [row.dataset.rank, row.dataset.value])"
@@ -209,9 +208,7 @@ def test_numbers_move_to_the_mean_unless_motion_is_to_be_reduced(path, show):
 def test_markup_in_samples_is_shown_as_text(recordings, tmp_path, show):
     nasty = "</script><img src=x onerror=alert(1)><b>bold</b>"
     first = {**recordings[0], "samples": [[nasty], [nasty]]}
-    write_output(
-        tmp_path / "page.html", render_page("panel", {"name": nasty, "recordings": [first]})
-    )
+    write_output(tmp_path / "page.html", render({"name": nasty, "recordings": [first]}))
     view = show(tmp_path / "page.html")
     assert view.locator(".sample").first.inner_text() == nasty
     assert view.locator("#ranks img, #ranks b").count() == 0
@@ -220,9 +217,7 @@ def test_markup_in_samples_is_shown_as_text(recordings, tmp_path, show):
 def test_values_that_are_not_finite_are_marked(recordings, tmp_path, show):
     first = json.loads(json.dumps(recordings[0]))
     first["parameters"][0]["before"][1][0] = first["parameters"][0]["after"][0] = None
-    write_output(
-        tmp_path / "page.html", render_page("panel", {"name": "bad", "recordings": [first]})
-    )
+    write_output(tmp_path / "page.html", render({"name": "bad", "recordings": [first]}))
     view = show(tmp_path / "page.html")
     act(view)
     assert view.locator("#ranks .value").all_inner_texts().count("not finite") == 1
@@ -238,9 +233,7 @@ def test_the_page_answers_within_a_second_with_forty_steps_of_a_gpt2_on_eight_ra
     sizes = {"ranks": 8, "losses": 8 * [3.0], "samples": 8 * [["text"]]}
     step = {**recordings[0], **sizes, "parameters": 148 * [parameter]}
     steps = [{**step, "step": 50 * index} for index in range(1, 41)]
-    write_output(
-        tmp_path / "page.html", render_page("panel", {"name": "gpt2", "recordings": steps})
-    )
+    write_output(tmp_path / "page.html", render({"name": "gpt2", "recordings": steps}))
     view = show(tmp_path / "page.html")
     assert view.locator(".card").count() == 8
     assert view.evaluate("performance.getEntriesByType('navigation')[0].domComplete") < 1000  # ms

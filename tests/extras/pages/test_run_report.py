@@ -1,104 +1,143 @@
-import json
 import re
 import sys
 import time
+from dataclasses import replace
+from html import unescape
 
 import pytest
-import torch
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.pages import at_end
-from lockstep_gpt.extras.pages.run_report import report_page
+from lockstep_gpt.extras.pages.run_report import outcome, report
 from lockstep_gpt.extras.pages.runs import read_run
+from lockstep_gpt.optional import install_command
+from lockstep_gpt.whole_files import write_output
 
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
-
-
-def data(path):
-    return json.loads(DATA.findall(path.read_text(encoding="utf-8"))[0])["runs"]
-
-
-def weights(run, step):
-    path = run / f"checkpoints/step={step:06d}.ckpt"
-    return torch.load(path, weights_only=True)["state_dict"]
+pytest.importorskip("matplotlib")
+NASTY = "</pre><img src=x onerror=alert(1)><script>alert(1)</script>"
 
 
-@pytest.fixture(scope="module")
-def reported(finished):
-    """The README's first run, which writes a report."""
-    return finished[0].folder / "runs/first"
+@pytest.fixture
+def run(recorded):
+    return read_run(recorded[0])
 
 
-def test_a_run_writes_its_report_and_prints_the_path(reported):
-    (run,) = data(reported / "report.html")
-    assert run["status"] == "done"
-    assert run["curves"] == read_run(reported)["curves"]
-    known = read_run(reported)["summary"]  # this is written only after the report
-    assert run["summary"]["tokens_per_second"] == known["tokens_per_second"]
-    assert run["summary"].items() <= known.items()
-    assert "report  runs/first/report.html" in (reported / "train.log").read_text()
+@pytest.fixture
+def other(two):
+    """A run that differs from `run` only in callbacks."""
+    return read_run(two[0].folder / "runs/two")
 
 
-def test_the_report_names_devices_and_versions(reported):
-    noted = json.loads((reported / "environment.json").read_text())
-    assert noted["torch"] == torch.__version__
-    assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
+def rows(text, section):
+    """Return a table as key -> cells, and the keys of the highlighted rows."""
+    table = text.split(f"<h2>{section}</h2>")[1].split("</table>")[0]
+    found, differing = {}, []
+    for kind, key, cells in re.findall(r"<tr(.*?)><th>(.*?)</th>(<td>.*)</tr>", table):
+        found[unescape(key)] = [unescape(cell) for cell in re.findall("<td>(.*?)</td>", cells)]
+        if kind:
+            differing.append(key)
+    return found, differing
 
 
-def test_a_stopped_or_failed_run_writes_a_report_too(command):
-    words = ["run_dir=run", "optim.lr=1e30", "optim.clip_norm=null"]
-    command.train(*words, status=1)
-    (run,) = data(command.folder / "run/report.html")
-    assert run["status"].startswith("failed: step")
+def lines(text):
+    """Return the number of corners of each line of the curves, without those of the axes."""
+    paths = re.findall(r'<path d="([^"]+)" clip-path[^>]+style="[^"]*stroke: #1f77b4', text)
+    return [len(re.findall("[ML] ", path)) for path in paths]
 
 
-def test_a_run_that_wants_no_report_writes_none(command):
-    command.train("pages.report=false", "run_dir=run")
-    assert command.summary("run")["status"] == "done"
-    written = {path.name for path in (command.folder / "run").iterdir()}
-    assert not written & {"report.html", "environment.json"}
+def test_every_column_of_the_metrics_is_a_curve_through_its_points(run):
+    text = report([run])
+    titles = ["train/loss (pale), val/loss", *(name for name in run.curves if "loss" not in name)]
+    assert all(f">{title}</text>" in text for title in titles)
+    assert sorted(lines(text)) == sorted(map(len, run.curves.values()))
 
 
-def test_a_run_without_callbacks_of_its_own_writes_a_report(command):
-    command.train("~callbacks", "run_dir=run")
-    (run,) = data(command.folder / "run/report.html")
-    assert run["status"] == "done"
+def test_curves_are_over_steps_or_tokens(run):
+    over_steps, over_tokens = (report([run], over) for over in ("steps", "tokens"))
+    assert (">steps</text>" in over_steps, ">tokens</text>" in over_steps) == (True, False)
+    assert (">steps</text>" in over_tokens, ">tokens</text>" in over_tokens) == (False, True)
 
 
-TALKATIVE = """
-import lightning
-class Talkative(lightning.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        for logger in trainer.loggers:
-            logger.log_metrics({"my/word": "fine", "my/flag": True}, trainer.global_step)
-"""
+def test_a_value_that_is_not_finite_leaves_a_gap(run):
+    points = [(float(step), 0.0, float(step != 3)) for step in range(1, 6)]
+    points[2] = (3.0, 0.0, float("nan"))
+    text = report([replace(run, curves={"train/loss": points})])
+    (path,) = re.findall(r'<path d="([^"]+)" clip-path[^>]+stroke: #1f77b4', text)
+    assert (path.count("M "), path.count("L ")) == (2, 2)
 
 
-def test_metrics_that_are_not_numbers_are_left_out(command):
-    (command.folder / "talkative.py").write_text(TALKATIVE)
-    words = ("run_dir=run", "+callbacks.talkative._target_=talkative.Talkative")
-    command.train(*words, PYTHONPATH=str(command.folder))
-    (run,) = data(command.folder / "run/report.html")
-    assert run["status"] == "done"
-    assert "train/loss" in run["curves"]
-    assert not {"my/word", "my/flag"} & set(run["curves"])
+def test_outcome_receipt_sample_and_environment_are_those_of_the_run(run):
+    text = report([run])
+    found, _ = rows(text, "Outcome")
+    assert found == {name: [value] for name, value in outcome(run).items()}
+    assert found.items() >= {"status": ["done"], "steps": ["20"], "tokens": ["5,120"]}.items()
+    step, _, loss = min(run.curves["val/loss"], key=lambda point: point[2])
+    assert found["lowest validation loss"] == [f"{loss:.4f} at step {step:.0f}"]
+    assert rows(text, "Receipt")[0] == {name: [line] for name, line in run.receipts[0].items()}
+    assert rows(text, "Environment")[0]["torch"] == [run.environment["torch"]]
+    assert unescape(text.split("<pre>")[1].split("</pre>")[0]) == run.samples[-1][1]
 
 
-def test_a_failing_report_does_not_change_how_the_run_ends(command, monkeypatch):
-    monkeypatch.setattr(at_end, "report_page", lambda *_, **__: {}["no such column"])
-    command.train("run_dir=run")
-    assert command.summary("run")["status"] == "done"
-    assert "no report: KeyError: 'no such column'" in (command.folder / "run/train.log").read_text()
+def test_a_comparison_marks_the_rows_that_differ(run, other):
+    text = report([other, run])
+    assert "<h1>two, recorded</h1>" in text
+    receipt, differing = rows(text, "Receipt")
+    assert differing == ["run"]
+    assert receipt["batch"][0] == receipt["batch"][1]
+    assert rows(text, "Outcome")[0]["steps"] == ["20", "20"]
+    assert text.count(">recorded</text>") == text.count(">two</text>") > 4  # in each panel
+
+
+def test_a_run_without_steps_still_has_a_report(recorded, tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.yaml").write_bytes((recorded[0] / "config.yaml").read_bytes())
+    text = report([read_run(new)])
+    assert rows(text, "Outcome")[0]["status"][0].startswith("still running")
+    assert "<svg" not in text
+    assert "<pre>" not in text
+
+
+def test_markup_in_samples_and_names_is_text(run):
+    curves = {NASTY: run.curves["train/loss"]}
+    text = report([replace(run, name=NASTY, samples=[(1, NASTY)], curves=curves)] * 2)
+    assert "<img" not in text
+    assert "<script" not in text
+
+
+def test_equal_runs_have_equal_reports_that_name_no_address_elsewhere(run):
+    text = report([run])
+    assert text == report([run])
+    curves, _, rest = text.partition("<svg")[2].partition("</svg>")
+    loaded = re.compile(r"@import|\bsrc=|url\((?!#)|href=\"(?!#)")
+    assert not loaded.search(text.partition("<svg")[0] + curves + rest)
+
+
+@pytest.mark.parametrize("width", [320, 1400])
+def test_a_browser_shows_it_without_a_network_and_without_scrolling_sideways(
+    recorded, tmp_path, show, width
+):
+    write_output(tmp_path / "report.html", report([read_run(recorded[0])]))
+    view = show(tmp_path / "report.html", width=width)
+    assert view.locator("svg").count() == 1
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_report_is_in_its_run_or_in_the_folder_of_several(two, capsys):
     runs = [two[0].folder / "runs" / name for name in ("first", "two")]
     assert cli.main(["report", str(runs[0])]) == 0
-    assert cli.main(["report", *map(str, runs)]) == 0
-    assert [run["name"] for run in data(runs[0] / "report.html")] == ["first"]
-    assert [run["name"] for run in data(runs[0].parent / "report.html")] == ["first", "two"]
+    assert cli.main(["report", *map(str, runs), "--over", "tokens"]) == 0
+    assert "<h1>first</h1>" in (runs[0] / "report.html").read_text()
+    assert "<h1>first, two</h1>" in (runs[0].parent / "report.html").read_text()
     assert capsys.readouterr().out.count("open it in any browser") == 2
+
+
+def test_without_matplotlib_the_install_command_is_named(recorded, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(recorded[0])]) == 2
+    error = capsys.readouterr().err
+    assert "lockstep-gpt report needs matplotlib" in error
+    assert error.endswith(f"run: {install_command('report')}\n")
 
 
 @pytest.mark.usefixtures("full_disk")
@@ -129,37 +168,11 @@ def test_runs_that_cannot_be_reported_fail_in_one_line(
     assert error.count("\n") == 1
 
 
-def typed(command, line, python):
-    """Run a command line of the report in a shell."""
-    module = f"{python} -m lockstep_gpt "
-    words = line.replace("lockstep-gpt ", module)
-    status, _, error = command.run_words(["sh", "-c", words])
-    assert status == 0, error
-
-
-@pytest.mark.slow
-def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished, python_of_forks):
-    command, again = finished[0], finished[0].folder / "runs/first-again"
-    typed(command, read_run(reported)["commands"]["repeat"], python_of_forks)
-    before, after = weights(reported, 20), weights(again, 20)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    typed(command, read_run(again)["commands"]["train longer"], python_of_forks)
-    run = read_run(again)
-    assert run["summary"]["step"] == 40
-    assert run["starts"] == 2
-    assert any("max_steps" in change for change in run["changes"])
-
-
-def test_it_names_the_page_on_comparisons_if_the_project_has_it(reported):
-    questions = [name for name in read_run(reported)["commands"] if name.startswith("is a change")]
-    assert bool(questions) == ("compare" in cli.COMMANDS)
-
-
 def test_no_secret_of_the_configuration_is_in_it(finished):
     run = finished[0].folder / "runs/first"
     values = yaml.safe_load((run / "config.yaml").read_text())
     assert "callbacks" in values
-    assert "config" not in read_run(run)
+    assert "_target_" not in report([read_run(run)])
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +190,6 @@ def long_run(finished, tmp_path_factory):
 
 def test_a_report_of_100_000_steps_is_small_and_quick(long_run):
     started = time.process_time()
-    text = report_page([long_run])
-    assert time.process_time() - started < 2
+    text = report([read_run(long_run)])
+    assert time.process_time() - started < 10
     assert len(text.encode()) < 1_000_000

@@ -83,14 +83,11 @@ class Hardware:
     adapters: int  # network adapters per node
     devices_per_node: int
     source: str
-    # Assumed, but chosen so that step_ledger.py reproduces the known speeds of nanoGPT and llm.c
-    # for GPT-2 124M on an H100 (tests/extras/cluster/test_ledger.py). `product_share` is at most
-    # 0.8, which the largest matrices reach.
-    product_share: float = 0.6  # fraction of the dense peak, in matrix products
-    attention_share: float = 0.3  # fraction of the dense peak, in fused attention
-    memory_share: float = 0.7  # fraction of the memory's bandwidth
-    launch: float = 6e-6  # seconds that the host needs to launch a kernel
-    utilisation: float | None = None  # fraction of the peak in forward and backward, if known
+    # Assumed: the fraction of the dense peak that forward and backward reach (the "model FLOPs
+    # utilization" of Chowdhery et al. 2022, appendix B). An H200 reached 0.41 with gpt2_124m.
+    utilisation: float = 0.4
+    # Assumed: the fraction of the memory's bandwidth that an update reaches.
+    memory_share: float = 0.7
     # Assumed: the fraction of a link's line rate that a collective's payload reaches.
     link_efficiency: float = 0.8
     # Assumed: CUDA's context and kernels, and the buffers of cuBLAS and NCCL.

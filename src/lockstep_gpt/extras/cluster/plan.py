@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import flags
-from lockstep_gpt.extras.cluster.chosen import Chosen, budget
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
     LINKS,
@@ -26,11 +27,20 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.extras.cluster.law import expected
 from lockstep_gpt.launch import compose
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.cluster.prediction import Plan
+
+# Size of GPT-2's vocabulary (Radford et al. 2019, section 2.3), and the presets named after the
+# size of their models with it; modern presets are named after the size without a separate head.
+GPT2_VOCABULARY = 50_257
+OF_GPT2 = {
+    *("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"),
+    *("modern_124m", "modern_350m", "modern_1b"),
+}
+BUDGETS = ("max_steps", "max_tokens")
+
 
 WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
 HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
@@ -46,12 +56,13 @@ It accepts the settings of {PROGRAM} train, and these flags:
   --tokens N        tokens of the run; by default max_steps or max_tokens, if the command or an
                     experiment in it sets one, otherwise 20 per parameter
   --price X         price of one device per hour, in any currency
-  --utilisation X   fraction of the dense peak FLOP/s that forward and backward reach
+  --utilisation X   fraction of the dense peak FLOP/s that forward and backward reach;
+                    {Hardware.utilisation} by default, or as measured in a profile
   --per-node N      devices per node           --adapters N    network adapters per node
   --intra LINK      link within a node         --inter LINK    between nodes, per adapter
                     LINK: a number of GB/s in one direction, or one of
 {indent(fill(", ".join(LINKS), 70), " " * 20)}
-  --chart FILE.png  draw the scaling           --json          print everything as JSON
+  --json            print everything as JSON
 
 Example: {PROGRAM} plan model=gpt2_xl precision=bf16-mixed --hardware a100-80 --price 2"""
 
@@ -61,7 +72,6 @@ def main(arguments: list[str]) -> int:
     parser = flags.Parser("plan", HELP)
     for name in ("hardware", "scaling", "intra", "inter"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--chart", type=Path)
     parser.add_argument("--devices", type=flags.counts)
     for name in ("tokens", "price", "utilisation"):
         parser.add_argument(f"--{name}", type=flags.above_zero)
@@ -114,9 +124,7 @@ def _plan(config: Config, chosen: Chosen, hardware: Hardware, options: Any) -> P
     plan = replace(plan, vocabulary=whose, budget=source)
     if plan.rows and not options.devices:
         plan = _without_refused(plan)
-    if options.tokens:
-        return plan
-    return replace(plan, expected=expected(config))
+    return plan
 
 
 def _without_refused(plan: Plan) -> Plan:
@@ -129,6 +137,59 @@ def _without_refused(plan: Plan) -> Plan:
         "--scaling weak lets the batch grow with them"
     )
     return replace(plan, refused={}, notes=[*plan.notes, note])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The choices of the command line, or of the experiment that it names."""
+
+    model: str  # the choice in effect
+    data: bool
+    budget: bool
+
+    @classmethod
+    def now(cls) -> Chosen:
+        """Read the choices from Hydra; call this inside a Hydra job."""
+        hydra = HydraConfig.get()
+        choices = hydra.runtime.choices
+        names = {word.lstrip("+~").partition("=")[0] for word in compose.overrides()}
+        if "experiment" in names:
+            folders = [Path(source.path) for source in hydra.runtime.config_sources]
+            names.update(_names_in(str(choices.get("experiment")), folders))
+        groups = {name.partition(".")[0] for name in names}
+        return cls(str(choices.get("model")), "data" in groups, not names.isdisjoint(BUDGETS))
+
+    def vocabulary(self) -> int | None:
+        """Return the vocabulary size that the preset implies; None if the data determine it."""
+        return GPT2_VOCABULARY if self.model in OF_GPT2 and not self.data else None
+
+
+def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
+    """Yield the settings and groups that an experiment sets, and those of its base experiments."""
+    for folder in folders:
+        path = folder / "experiment" / f"{experiment}.yaml"
+        if not path.is_file():
+            continue
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(content, dict)
+        yield from map(str, content)
+        for entry in content.get("defaults", []):
+            if isinstance(entry, dict):
+                yield from (name.split()[-1].lstrip("/").partition("@")[0] for name in entry)
+            elif entry != "_self_":
+                yield from _names_in(entry, folders)
+
+
+def budget(config: Config) -> tuple[float, str]:
+    """Return the number of tokens of the run, and where it comes from."""
+    if config.max_tokens is not None:
+        return config.max_tokens, f"max_tokens={config.max_tokens}"
+    samples = config.batch.global_size or config.batch.micro_size or 1
+    whose = "" if config.batch.global_size else ", on one device"
+    assert config.max_steps is not None
+    tokens = config.max_steps * samples * config.model.block_size
+    line = f"max_steps={config.max_steps} of {samples * config.model.block_size:,} tokens{whose}"
+    return tokens, line
 
 
 def _hardware(options: Any) -> Hardware:
@@ -146,11 +207,9 @@ def _hardware(options: Any) -> Hardware:
 
 
 def _show(plan: Plan, options: Any) -> None:
-    from lockstep_gpt.extras.cluster import chart, table
+    from lockstep_gpt.extras.cluster import table
 
     if options.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print(table.as_text(plan))
-    if options.chart:
-        chart.draw(plan, options.chart)

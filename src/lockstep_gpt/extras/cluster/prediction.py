@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import DataConfig
@@ -15,18 +14,40 @@ from lockstep_gpt.data.tokenizer_files import GPT2, GPT2_SIZE
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
-from lockstep_gpt.extras.cluster.ledger import ledger
-from lockstep_gpt.extras.cluster.memory import Memory
-from lockstep_gpt.extras.cluster.pauses import Pauses, pauses
-from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
+from lockstep_gpt.extras.cluster.memory import Memory, States
+from lockstep_gpt.extras.cluster.sharing import muon_matrices
+from lockstep_gpt.extras.cluster.step_time import (
+    BACKWARD_SHARE,
+    StepTime,
+    Work,
+    buckets,
+    step_time,
+)
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST
 from lockstep_gpt.launch.checks import AUTO, DDP
+from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.orthogonalization import flops_of
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, scale_of_rate
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)
 COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """How often a run validates and saves, and how many seconds each takes."""
+
+    validations: int
+    validation: float | None  # None: without `data.val_tokens`, its size is unknown
+    saves: int
+    save: float
+
+    def share(self, training: float) -> float:
+        """Return the fraction of a run whose steps take `training` seconds together."""
+        seconds = self.validations * (self.validation or 0.0) + self.saves * self.save
+        return seconds / (training + seconds)
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,6 @@ class Plan:
     notes: list[str]
     vocabulary: str = ""  # where it comes from
     budget: str = ""  # where the tokens come from
-    expected: dict[str, Any] | None = None  # loss at their end, if such runs are known
 
 
 def predict(
@@ -135,7 +155,6 @@ def vocabulary(data: DataConfig) -> int:
 def _work(room: Room) -> Work:
     config = room.config
     model = room.model
-    memory = room.hardware.memory
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
         flops_per_token=model.flops_per_token,
@@ -144,10 +163,41 @@ def _work(room: Room) -> Work:
         precision=config.precision,
         bucket_cap_mb=config.strategy.get("bucket_cap_mb", 25),
         compression=COMPRESSION.get(config.strategy.get("comm_hook", "none"), 1.0),
-        ledger=cache(lambda micro_size: ledger(config, model.vocab_size, micro_size, memory)),
+        clips=config.optim.clip_norm is not None,
+        muon_flops=sum(flops_of(tuple(each.shape)) for each in muon_matrices(config, model)),
         sharing=room.sharing,
         ownership=room.ownership,
         tensor_sums=_tensor_sums(room),
+    )
+
+
+def pauses(
+    config: Config,
+    batch: BatchPlan,
+    time: StepTime,
+    states: States,
+    hardware: Hardware,
+    steps: float,
+) -> Pauses:
+    """Return the pauses of a run of that many steps.
+
+    A validation is the forward pass of `data.val_tokens`, divided among all devices. A save copies
+    weights and moments from rank 0's device to the host; unless `checkpoint.background` is true, it
+    also waits for the disk. Each validation counts as the best so far.
+    """
+    last = math.ceil(steps)
+    size = states.weights + states.optimizer
+    save = size / hardware.host_link.bandwidth
+    if not config.checkpoint.background:
+        save += size / hardware.disk
+    validation = None
+    tokens = getattr(config.data, "val_tokens", None)
+    if tokens is not None:
+        micro_batches = math.ceil(tokens / (batch.tokens_per_step / batch.accumulation))
+        forward = (1 - BACKWARD_SHARE) * time.compute / batch.accumulation
+        validation = micro_batches * forward
+    return Pauses(
+        validations_after(0, config, last), validation, saves_after(0, config, last), save
     )
 
 

@@ -17,6 +17,7 @@ from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.settings import counted
 
 UNMEASURED = "not measured: assumed"
+UNTRIED = "; the utilization is assumed, because one sample takes too long"
 
 
 def profile(
@@ -40,7 +41,7 @@ def profile(
     memory = min(speed.memory for speed in speeds)
     form = FORMS[config.precision] if device.type == "cuda" else "fp32"
     shares = [speed.utilisation for speed in speeds if speed.utilisation]
-    utilisation = min(1.0, *shares) if shares else None
+    utilisation = min(1.0, *shares) if shares else Hardware.utilisation
     link_by_name = {link.link: link for link in links}
     within = _link(link_by_name.get("within a node"), "pcie4")
     between = _link(link_by_name.get("between nodes"), "10gbe", times=ranks.local_world_size)
@@ -55,7 +56,7 @@ def profile(
         inter=between,
         adapters=1,
         devices_per_node=ranks.local_world_size,
-        source=f"doctor on {counted(ranks.world_size, 'rank')}",
+        source=f"doctor on {counted(ranks.world_size, 'rank')}{'' if shares else UNTRIED}",
         memory_share=1.0,
         utilisation=utilisation,
         link_efficiency=1.0,

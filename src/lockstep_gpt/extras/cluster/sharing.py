@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.launch.checks import FSDP2
@@ -39,8 +39,7 @@ class Sharing:
         if strategy.get("_target_") != FSDP2:
             return None
         blocks = [_elements(block) for block in getattr(model, "blocks", ())]
-        optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
-        matrices = optimizer.matrices if isinstance(optimizer, Muon) else []
+        matrices = muon_matrices(config, model)
         return cls(
             blocks=len(blocks),
             block=max(blocks, default=0),
@@ -75,11 +74,8 @@ class Ownership:
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Ownership | None:
         """Return how ranks share the matrices of `model`; None if they don't."""
-        optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
-        if config.strategy.get("_target_") == FSDP2 or not isinstance(optimizer, Muon):
-            return None
-        matrices = [matrix for matrix in optimizer.matrices if min(matrix.shape) > SHORT]
-        if not matrices:
+        matrices = [each for each in muon_matrices(config, model) if min(each.shape) > SHORT]
+        if config.strategy.get("_target_") == FSDP2 or not matrices:
             return None
         return cls(tuple(tuple(matrix.shape) for matrix in matrices), matrices[0].itemsize)
 
@@ -103,6 +99,12 @@ class Ownership:
         for shape, owner in zip(self.shapes, owners_of(self.shapes, world_size), strict=True):
             sums[owner] += size(shape)
         return sums
+
+
+def muon_matrices(config: Config, model: nn.Module) -> list[Tensor]:
+    """Return the matrices that Muon orthogonalizes; none under another optimizer."""
+    optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
+    return list(optimizer.matrices) if isinstance(optimizer, Muon) else []
 
 
 def _elements(module: nn.Module) -> int:

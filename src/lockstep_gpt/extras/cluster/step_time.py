@@ -6,12 +6,11 @@ Times are in seconds, sizes in bytes, bandwidths in bytes per second in one dire
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lockstep_gpt.distributed.peaks import in_form
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
-from lockstep_gpt.extras.cluster.kernels import MUON, UPDATE, UPDATES
-from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.training.schedule import BatchPlan
@@ -177,24 +176,26 @@ class Work:
     precision: str
     bucket_cap_mb: float
     compression: float  # of gradients in transit: 0.5 for half precision
-    ledger: Callable[[int], Ledger]  # for a micro-batch of this many samples
+    clips: bool = True  # whether an update clips the norm of the gradients
+    muon_flops: int = 0  # of Muon's products in an update
     sharing: Sharing | None = None  # None: each rank stores the whole model
     ownership: Ownership | None = None  # of Muon's matrices, if each rank stores the whole model
     tensor_sums: int = 0  # bytes that tensor ranks add up for each token, one block after another
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
-    """Predict one optimizer step."""
+    """Predict one optimizer step.
+
+    Forward and backward take their operations over the speed that is reached: the peak of the
+    precision, times the utilization.
+    """
     tokens = batch.micro_size * batch.block_size
-    ledger = work.ledger(batch.micro_size)
-    if hardware.utilisation:
-        speed = hardware.flops(work.precision) * hardware.utilisation
-        compute = batch.accumulation * tokens * work.flops_per_token / speed
-    else:
-        compute = ledger.compute(batch.accumulation, hardware)
-    compute /= batch.tensor_parallel
-    micro_step = compute / batch.accumulation
-    update = ledger.of(*UPDATES).seconds(hardware)
+    speed = hardware.flops(work.precision) * hardware.utilisation
+    micro_step = tokens * work.flops_per_token / speed / batch.tensor_parallel
+    compute = batch.accumulation * micro_step
+    moved = update_seconds(work, hardware)
+    products = muon_seconds(work, hardware)
+    update = moved + products
     if batch.world_size == 1:
         exchange = 0.0
         algorithm = ""
@@ -210,14 +211,12 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
             sums = batch.accumulation * tensor_seconds(tokens * work.tensor_sums, batch, hardware)
             exchange += sums
             exposed += sums  # nothing is computed meanwhile
-        update = ledger.of(UPDATE).seconds(hardware) / batch.world_size
         # Each tensor rank orthogonalizes whole matrices.
-        update += ledger.of(MUON).seconds(hardware) / batch.data_parallel
+        update = moved / batch.world_size + products / batch.data_parallel
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
         if work.ownership:
-            share = work.ownership.largest_share(batch.world_size)
-            update = share * ledger.of(MUON).seconds(hardware) + ledger.of(UPDATE).seconds(hardware)
+            update = moved + work.ownership.largest_share(batch.world_size) * products
             # Some of it overlaps with the products of the next shape.
             gather = gather_seconds(work.ownership.updates, batch, hardware)
             exchange += gather
@@ -230,6 +229,24 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         optimizer=update,
         data=batch.accumulation * tokens * BYTES_PER_TOKEN / hardware.host_link.bandwidth,
     )
+
+
+def update_seconds(work: Work, hardware: Hardware) -> float:
+    """Return the seconds in which an update moves its bytes between memory and processors.
+
+    It reads weights, gradients, and moments, and writes weights and moments. Clipping reads the
+    gradients once more for their norm, then reads and writes them.
+    """
+    states = work.states
+    gradients = 4 if work.clips else 1
+    size = 2 * states.weights + gradients * states.gradients + 2 * states.optimizer
+    return size / (hardware.memory_bandwidth * hardware.memory_share)
+
+
+def muon_seconds(work: Work, hardware: Hardware) -> float:
+    """Return the seconds of Muon's products, in bfloat16 if the device has a peak for it."""
+    peak = in_form(hardware.peak, "bf16") or min(hardware.peak.values())
+    return work.muon_flops / (peak * hardware.utilisation)
 
 
 def _reduced(

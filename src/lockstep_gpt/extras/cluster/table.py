@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
 
-from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware
+from lockstep_gpt.extras.cluster.hardware import GB, TERA
 from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.prediction import TOKENS_PER_PARAMETER, Plan
 from lockstep_gpt.extras.cluster.step_time import ring_seconds, simple_seconds
@@ -59,30 +59,17 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "source", device.source
     yield (
         "measured" if device.measured else "assumed",
-        f"{shares(device)}, "
+        f"{device.utilisation:.3g} of the peak in forward and backward, "
+        f"{device.memory_share:.2g} of the memory's rate in updates, "
         f"{device.link_efficiency:.2g} of the links' rate, "
         f"{device.context / GB:.2g} GB for the device's context, "
         f"{device.disk / GB:.2g} GB/s to the disk",
     )
     yield "tokens", _tokens(plan)
-    if plan.expected:
-        loss = plan.expected["val_loss"]
-        basis = plan.expected["basis"]
-        yield "loss", f"{loss:.4f} nats per token on held-out data, {basis}"
     yield from _exchange(plan)
     yield from _pauses(plan)
     for note in plan.notes:
         yield "note", note
-
-
-def shares(device: Hardware) -> str:
-    """Describe which fractions of its peaks a device is assumed to reach."""
-    if device.utilisation:
-        return f"{device.utilisation:.3g} of the peak in forward and backward"
-    return (
-        f"{device.product_share:.2g} of the peak in matrix products, {device.attention_share:.2g} "
-        f"in attention, {device.memory_share:.2g} of the memory's rate"
-    )
 
 
 def _tokens(plan: Plan) -> str:
@@ -148,6 +135,8 @@ def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 _NOT_MODELLED = [
+    "Each model and micro-batch is planned with the same utilization. Small ones reach far less:",
+    "measure yours (doctor --save-profile), or set --utilisation.",
     "Efficiency counts only the time that ranks wait for links. It leaves out slow ranks, networks",
     "that are shared or narrower than their adapters, kernels slowed down by NCCL's, validation,",
     "saving (val+save), and restarts. These grow with the number of devices: measure before you",

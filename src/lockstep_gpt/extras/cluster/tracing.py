@@ -92,28 +92,17 @@ def changed(module: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(
-    whole_logits: float = functional.MANY_LOGITS, chunk_logits: int = functional.CHUNK_LOGITS
-) -> Iterator[None]:
-    """Compute as on a GPU, on CPU tensors.
+def as_on_a_gpu() -> Iterator[None]:
+    """Compute attention as on a GPU, on CPU tensors.
 
-    Fused attention is used at any length, and with dropout, whose mask backward draws again.
-
-    Args:
-        whole_logits: the most logits that may exist at once.
-        chunk_logits: the number of logits in a chunk, if there are more.
+    It is fused at any length, and with dropout, whose mask backward draws again.
     """
     usual = F.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         return usual(*args, **{**kwargs, "dropout_p": 0.0})
 
-    choices = {
-        "SHORT": 0,
-        "CHUNK_LOGITS": chunk_logits,
-        "most_whole_logits": lambda _: whole_logits,
-    }
-    with changed(F, scaled_dot_product_attention=attention), changed(functional, **choices):
+    with changed(F, scaled_dot_product_attention=attention), changed(functional, SHORT=0):
         yield
 
 

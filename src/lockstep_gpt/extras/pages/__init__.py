@@ -6,5 +6,4 @@ COMMANDS = {
     "panel": Command(".extras.pages.panel:main", "show a run's all-reduces on an HTML page", False),
     "report": Command(".extras.pages.run_report:main", "report a run, or compare several", False),
 }
-SETTINGS = {"pages": ".extras.pages.page_settings:PageSettings"}
-CALLBACKS = ".extras.pages.at_end:callbacks"
+CALLBACKS = ".extras.pages.environment:callbacks"

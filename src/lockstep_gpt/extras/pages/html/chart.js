@@ -1,4 +1,4 @@
-// Lines over the steps of a run, as SVG.
+// A line over the steps of a run on a logarithmic axis, as SVG.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -40,16 +40,9 @@ function shortNumber(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Format a number of steps or tokens for an axis. */
-function shortCount(value) {
-  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
-}
-
-/** Return the function from values to pixels; `log` makes the axis logarithmic. */
-function scaleOf(low, high, from, to, log) {
-  const place = log ? Math.log : (value) => value;
-  const width = place(high) - place(low) || 1;
-  return (value) => from + ((place(value) - place(low)) / width) * (to - from);
+/** Return the function from values to pixels. */
+function scaleOf(low, high, from, to) {
+  return (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 }
 
 /** Return an SVG path of `M` and `L` commands, with a gap at each missing value. */
@@ -69,52 +62,35 @@ function pathOf(points, x, y) {
 }
 
 /**
- * Draw lines over steps.
+ * Draw a line over steps.
  *
- * series: lists of [step, value or null]; limit: {value, label} of a dashed line;
+ * points: a list of [step, value or null]; limit: {value, label} of a dashed line;
  * here: a step to mark; label: a description of the picture for screen readers.
  */
-function lineChart({
-  series,
-  label,
-  log = false,
-  limit = null,
-  here = null,
-  width = 560,
-  height = 190,
-}) {
-  const [left, right, top, bottom] = [52, 10, 18, 24];
-  const points = series.flat().filter(([, value]) => value !== null);
-  const values = [...points.map(([, value]) => value), ...(limit ? [limit.value] : [])];
-  const steps = points.map(([step]) => step);
+function lineChart({ points, label, limit, here, width }) {
+  const [left, right, top, bottom, height] = [52, 10, 18, 24, 190];
+  const known = points.filter(([, value]) => value !== null);
+  const values = [...known.map(([, value]) => value), limit.value];
+  const steps = known.map(([step]) => step);
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  const x = scaleOf(Math.min(...steps), Math.max(...steps), left, width - right, false);
-  const y = scaleOf(low, high, height - bottom, top, log);
+  const x = scaleOf(Math.min(...steps), Math.max(...steps), left, width - right);
+  const linear = scaleOf(Math.log(low), Math.log(high), height - bottom, top);
+  const y = (value) => linear(Math.log(value));
   const picture = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const add = (...words) => picture.append(svg(...words));
   picture.setAttribute("aria-label", label);
-  for (const value of log ? logTicks(low, high) : ticks(low, high, 4)) {
-    picture.append(
-      svg("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
-    );
-    picture.append(
-      svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, shortNumber(value)),
-    );
+  for (const value of logTicks(low, high)) {
+    add("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) });
+    add("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, shortNumber(value));
   }
   for (const step of ticks(Math.min(...steps), Math.max(...steps), width / 110)) {
-    picture.append(
-      svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, shortCount(step)),
-    );
+    add("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, step.toLocaleString("en"));
   }
-  if (limit) {
-    const at = y(limit.value);
-    picture.append(svg("line", { class: "limit", x1: left, x2: width - right, y1: at, y2: at }));
-    picture.append(svg("text", { x: width - right, y: at - 5, "text-anchor": "end" }, limit.label));
-  }
-  series.forEach((each, index) => {
-    picture.append(svg("path", { class: `series series-${index % 6}`, d: pathOf(each, x, y) }));
-  });
-  const marked = series[0].find(([step, value]) => step === here && value !== null);
-  if (marked) picture.append(svg("circle", { class: "here", cx: x(here), cy: y(marked[1]), r: 5 }));
-  picture.scaleX = x;
+  const at = y(limit.value);
+  add("line", { class: "limit", x1: left, x2: width - right, y1: at, y2: at });
+  add("text", { x: width - right, y: at - 5, "text-anchor": "end" }, limit.label);
+  add("path", { class: "series", d: pathOf(points, x, y) });
+  const marked = known.find(([step]) => step === here);
+  if (marked) add("circle", { class: "here", cx: x(here), cy: y(marked[1]), r: 5 });
   return picture;
 }

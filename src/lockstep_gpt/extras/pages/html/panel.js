@@ -84,14 +84,7 @@ function drawNoise() {
     textContent: `Noise scale in samples over the steps; at step ${step}: ${said(now)}`,
   });
   element("noise").replaceChildren(
-    lineChart({
-      series: [points],
-      label,
-      log: true,
-      limit,
-      here: step,
-      width: element("noise").clientWidth,
-    }),
+    lineChart({ points, label, limit, here: step, width: element("noise").clientWidth }),
     caption,
   );
 }

@@ -1,0 +1,77 @@
+"""How often the host waits for the device."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.settings import is_module
+from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations inside it for which the host would wait for the device.
+
+    Args:
+        host: tensors that would be on the host.
+    """
+
+    def __init__(self, host):
+        super().__init__()
+        self.host = {tensor.data_ptr() for tensor in host}
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        reads = name == "_local_scalar_dense" and args[0].data_ptr() not in self.host
+        self.count += reads or name == "nonzero"
+        return func(*args, **(kwargs or {}))
+
+
+def test_reads_of_a_tensor_are_counted():
+    tensor, other = torch.ones(3), torch.ones(1)
+    with Waits([other]) as waits:
+        for ask in (tensor.sum().item, lambda: bool(tensor[0] > 0), tensor.nonzero, tensor.relu):
+            ask()
+        other.item()
+    assert waits.count == 3
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", *filter(partial(is_module, "training"), ["muon"])])
+def test_no_step_between_logged_ones_waits_for_the_device(composed, algorithm):
+    config = composed("experiment=smoke", "precision=bf16-mixed", "log_every=10")
+    config.optim.algorithm = algorithm
+    batch = plan_batch(config.batch, config.model.block_size, 1, 1)
+    module = GPTModule(config, plan_schedule(config, batch), ByteTokenizer())
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(), max_steps=100)
+    module._trainer, module.logs_losses = trainer, False  # as in our runs
+    module.trained = [*module.model.parameters()]
+    optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
+    metrics = Metrics(config.log_every, batch.tokens_per_step)
+    metrics._times = [0.0]
+    tokens = torch.zeros(2, config.model.block_size, dtype=torch.int64)
+
+    def step(number):
+        for _ in range(2):
+            module.training_step((tokens, tokens), 0).backward()
+        module.configure_gradient_clipping(optimizer)
+        optimizer.step()
+        module.losses.complete_step()
+        optimizer.zero_grad()
+        metrics.on_step_end(trainer, module, number)
+
+    step(1)
+    states = [optimizer.state[weight] for weight in module.trained]
+    counts = [state["step"] for state in states if "momentum" in state]  # Muon counts on the host
+    with Waits(counts) as waits:
+        for number in (2, 3):
+            step(number)
+        assert waits.count == 0
+        module.losses.take().mean().item()
+    assert waits.count == 1
