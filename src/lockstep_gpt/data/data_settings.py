@@ -54,11 +54,6 @@ class DataConfig(Checked):
         """
         return {}
 
-    @classmethod
-    def suggestion(cls, name: str) -> str | None:  # noqa: ARG003
-        """Return what to use instead of an unknown setting, if this class knows it."""
-        return None
-
 
 @dataclass
 class DataModuleConfig(DataConfig):

@@ -42,7 +42,7 @@ def refuse_conflicts(config: Config) -> None:
         _refuse_unshardable(config)
     targets.refuse_missing(config)
     trainer_arguments.refuse_unknown(config)
-    refused_callbacks.refuse_what_cannot_work(config)
+    refused_callbacks.refuse_other_experiments(config)
     for check_config in additions(CHECK):
         check_config(config)
 
@@ -91,7 +91,7 @@ def _refuse_unshardable(config: Config) -> None:
 
 def refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices, or variables of this machine, can't do."""
-    variables.refuse_unusable(config, placement)
+    variables.refuse_absent_interfaces(placement)
     if placement.accelerator == "mps":
         apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")
