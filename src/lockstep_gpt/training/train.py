@@ -95,7 +95,6 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
     config = directory.load()
     ranks = Ranks.from_environment()
     with routed_output(directory, ranks, config) as terminal, _same_precision_afterward():
-        training = None
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)

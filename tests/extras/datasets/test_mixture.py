@@ -117,15 +117,6 @@ def test_a_name_has_one_choice():
         with_sources(["data.sources.a=stdlib", "data.sources.a=text"])
 
 
-def test_a_weight_inside_a_source_is_answered_with_its_place():
-    suggestion = Mixture.suggestion
-    assert suggestion("data.sources.code.weight") == "use data.weights.code"
-    assert (
-        suggestion("data.sources.code") == "choose what it is first, as in data.sources.code=text"
-    )
-    assert suggestion("data.sources.code.pth") is None
-
-
 class WithFile(Text):
     """A source that adds its name to each export's file."""
 
