@@ -35,7 +35,7 @@ def _check_flag(word: str) -> None:
     flag = word.lstrip("-").partition("=")[0]
     if flag not in (FLAGS if word.startswith("--") else SHORT_FLAGS):
         near = choices.suggested_setting(flag)
-        near = near or choices.did_you_mean(f"--{flag}", [f"--{name}" for name in FLAGS])
+        near = near or choices.did_you_mean(flag, sorted(FLAGS), "--")
         raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
 
 

@@ -27,9 +27,6 @@ SHARDABLE = ("adamw", "muon")  # optimizers that update shards
 
 def refuse_conflicts(config: Config) -> None:
     """Raise a `UserError` for settings that can't be combined on any device."""
-    start_method = config.strategy.get("start_method")  # of a run that ddp_spawn began
-    rule = "is gone; continue in a new run, with strategy=ddp and resume=RUN"
-    check("strategy.start_method", start_method, start_method is None, rule)
     bucket_mb = config.strategy.get("bucket_cap_mb", 1)  # torch can't split graphs by less
     rule = "is too small for compile=true; set 1 or more, or compile=false"
     check("strategy.bucket_cap_mb", bucket_mb, not config.compile or bucket_mb >= 1, rule)

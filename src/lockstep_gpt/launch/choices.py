@@ -37,10 +37,10 @@ def all_settings() -> dict[str, list[str]]:
     return settings
 
 
-def did_you_mean(word: str, known: list[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: list[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """Return the end of a sentence that suggests the nearest of the `known`; empty if none is."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def suggested_setting(path: str) -> str:
@@ -50,8 +50,9 @@ def suggested_setting(path: str) -> str:
     same = [setting for setting in known if setting.rpartition(".")[2] == name]
     if 0 < len(same) <= MOST_NAMES:
         return f"; did you mean {' or '.join(same)}?"
-    beside = [setting for setting in known if setting.rpartition(".")[0] == parent]
+    beside = [
+        setting.rpartition(".")[2] for setting in known if setting.rpartition(".")[0] == parent
+    ]
     if beside:
-        names = [setting.rpartition(".")[2] for setting in beside]
-        return did_you_mean(name, names).replace("mean ", f"mean {parent}{dot}")
-    return did_you_mean(path, known, SIMILAR)
+        return did_you_mean(name, beside, parent + dot)
+    return did_you_mean(path, known, cutoff=SIMILAR)

@@ -26,6 +26,6 @@ def refuse_unknown(config: Config) -> None:
     constructor = next(function for function in functions if function.name == "__init__")
     known = [argument.arg for argument in constructor.args.kwonlyargs]
     for name in added:
-        hint = did_you_mean(f"trainer.{name}", [f"trainer.{other}" for other in known])
+        hint = did_you_mean(name, known, "trainer.")
         rule = f"is not an argument of Lightning's Trainer{hint}"
         check(f"trainer.{name}", trainer[name], name in known, rule)
