@@ -120,19 +120,6 @@ def test_an_unknown_command_is_rejected_with_the_known_ones(answers):
     assert answers["trian"][2] == line
 
 
-@pytest.mark.parametrize(
-    ("word", "ours"),
-    [
-        ("sample", "generate"),
-        ("eval", "evaluate"),
-        ("resume", "train run_dir=runs/NAME resume=auto"),
-    ],
-)
-def test_the_name_that_others_give_a_command_leads_to_ours(word, ours, capsys):
-    assert cli.main([word]) == 2
-    assert capsys.readouterr().err.endswith(f"; did you mean {ours}?\n")
-
-
 def fail(_arguments):
     raise UserError("value, rule and remedy")
 

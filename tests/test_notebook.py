@@ -149,16 +149,6 @@ def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
     assert module.config.model.block_size == 32
 
 
-def test_a_warmup_longer_than_the_run_is_shortened_by_compose_but_refused_by_build(words):
-    assert build(compose(*words, "max_steps=4")).module.schedule.warmup_steps == 0
-    with hydra.initialize_config_dir(str(config_folder()), **HYDRA_ARGUMENTS):
-        config = hydra.compose("train", overrides=[*words, "max_steps=4"])
-    with pytest.raises(UserError, match=r"set optim.warmup_steps=0, or use .*notebook.compose, "):
-        build(config)
-    with pytest.raises(UserError, match="lower it or raise max_steps=4"):
-        compose(*words, "max_steps=4", "optim.warmup_steps=5")
-
-
 @pytest.mark.parametrize(
     ("override", "line"),
     [

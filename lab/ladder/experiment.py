@@ -30,7 +30,6 @@ from lockstep_gpt.data.shards import Index, load_index
 from lockstep_gpt.data.windows import Batch, StreamWindows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
-from lockstep_gpt.launch.short_runs import fit_warmup
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.training.schedule import (
@@ -195,7 +194,6 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
         raise UserError("trainer=gpu but torch finds no CUDA device; set trainer=cpu")
     choose_matrix_products(device_type)
     batch = plan_batch(config.batch, config.model.block_size, world_size, 1)
-    _, config = fit_warmup({"optim": {}}, config, batch, words)
     return Experiment(
         config, batch, plan_schedule(config, batch), prepare(config.data), device_type
     )

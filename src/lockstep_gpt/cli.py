@@ -32,15 +32,6 @@ COMMANDS = {
     **{name: command for table in additions(registry.COMMANDS) for name, command in table.items()},
 }
 
-# What others call a command.
-OTHER_NAMES = {
-    "train": ("fit", "finetune", "pretrain", "run"),
-    "train run_dir=runs/NAME resume=auto": ("continue", "resume"),
-    "prepare": ("preprocess", "tokenize"),
-    "evaluate": ("eval", "test", "val", "validate"),
-    "generate": ("inference", "predict", "sample"),
-}
-
 
 def run() -> NoReturn:
     """Run one command, then end the process with its exit status.
@@ -127,8 +118,7 @@ def _unknown_command(name: str) -> str:
     extra = extra_of_command(name)
     if extra is not None:
         return f"needs {how_to_add(extra)}"
-    near = [ours for ours, theirs in OTHER_NAMES.items() if name in theirs]
-    near += difflib.get_close_matches(name, _public_commands(), n=1)
+    near = difflib.get_close_matches(name, _public_commands(), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"is not one of {', '.join(_public_commands())}{hint}"
 

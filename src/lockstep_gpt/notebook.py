@@ -26,7 +26,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import checks, devices, resolving, short_runs
+from lockstep_gpt.launch import checks, devices, resolving
 from lockstep_gpt.launch import compose as composing
 from lockstep_gpt.launch.commands import log_to_stdout
 from lockstep_gpt.launch.hydra_errors import as_user_error
@@ -38,7 +38,7 @@ from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import check, counted
+from lockstep_gpt.settings import check
 from lockstep_gpt.training import ending, train
 from lockstep_gpt.training.batches import build_data, tokenizer_of
 from lockstep_gpt.training.building import build_trainer
@@ -46,13 +46,7 @@ from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
-from lockstep_gpt.training.schedule import (
-    BatchPlan,
-    plan_batch,
-    plan_schedule,
-    plan_steps,
-    shorten_warmup,
-)
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 from lockstep_gpt.training.train import Training
 
 logger = logging.getLogger(__name__)
@@ -88,12 +82,8 @@ def compose(*overrides: str) -> DictConfig:
             rule = f"makes {len(composed)} configurations; leave out flags such as --multirun"
             raise UserError(f"compose({words}) {rule}")
         config = composed[0]
-        values, checked = _checked(config, *overrides)
-        batch = _batch(checked, _one_rank(checked))
-        _, fitted = short_runs.fit_warmup(values, checked, batch, overrides)
-    plan_schedule(fitted, batch)  # may refuse it
-    config.optim.warmup_steps = fitted.optim.warmup_steps
-    config.optim.warmup_tokens = fitted.optim.warmup_tokens
+        _, checked = _checked(config, *overrides)
+        _batch(checked, _one_rank(checked))  # may refuse it
     return config
 
 
@@ -119,7 +109,6 @@ def build(config: DictConfig) -> Parts:
     values["trainer"] = resolving.resolved_trainer(values, placement)
     batch = _batch(checked, placement)
     values["batch"]["global_size"] = batch.global_size
-    _refuse_long_warmup(checked, batch)
     if checked.run_dir is None:
         return _without_directory(values)
     directory = RunDirectory(Path(checked.run_dir))
@@ -151,17 +140,6 @@ def _one_rank(config: Config) -> Placement:
 
 def _batch(config: Config, placement: Placement) -> BatchPlan:
     return plan_batch(config.batch, config.model.block_size, placement.devices, placement.nodes)
-
-
-def _refuse_long_warmup(config: Config, batch: BatchPlan) -> None:
-    """Raise a `UserError` for a warmup that `compose` would have shortened or refused."""
-    for name, value in shorten_warmup(config, batch).items():
-        warmup = f"optim.{name}={getattr(config.optim, name)}"
-        steps = counted(plan_steps(config, batch), "step")
-        raise UserError(
-            f"{warmup} takes all of this run of {steps}; set optim.{name}={value}, or use "
-            f"{compose.__module__}.compose, which shortens a preset's warmup as the command does"
-        )
 
 
 def _without_directory(values: dict[str, Any]) -> Parts:

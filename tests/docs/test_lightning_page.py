@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import callbacks, loggers, profilers
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.refused_callbacks import REFUSED, refuse_what_cannot_work
+from lockstep_gpt.launch.refused_callbacks import REFUSED, refuse_other_experiments
 from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS
 
 FILE = Path(__file__).parents[2] / "docs/lightning.md"
@@ -56,7 +56,7 @@ def test_the_page_names_exactly_the_callbacks_that_are_refused():
 def test_a_callback_that_cannot_work_is_rejected_with_the_page_s_remedy(name, rule):
     node = {"_target_": f"lightning.pytorch.callbacks.{name}"}
     with pytest.raises(UserError) as refusal:
-        refuse_what_cannot_work(SimpleNamespace(callbacks={"mine": node}))
+        refuse_other_experiments(SimpleNamespace(callbacks={"mine": node}))
     assert str(refusal.value) == f"callbacks.mine: Lightning's {name} {rule}"
     remedies = re.findall(r"`(?:--)?([\w.]+)`", CALLBACKS[name])
     assert [remedy for remedy in remedies if remedy not in rule] == []

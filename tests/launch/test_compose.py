@@ -1,29 +1,24 @@
-import dataclasses
 import itertools
 import math
-import shlex
-import subprocess
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lockstep_gpt import PROGRAM, extras
+from lockstep_gpt import extras
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import from_container, groups
+from lockstep_gpt.config import from_container
 from lockstep_gpt.config_files import config_folder, yaml_files
 from lockstep_gpt.data import data_settings
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.launch.checks import SHARDABLE
-from lockstep_gpt.launch.choices import known_groups
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 SECRET = "canary-2f6c"
 CHOICES = data_settings.data_choices()
 WITH_PATH = sorted(name for name, settings in CHOICES.items() if hasattr(settings, "path"))
-OF_BATCH = [item.name for item in dataclasses.fields(groups()["batch"])]
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
 
@@ -136,171 +131,6 @@ def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
     assert refusal(argument) == f"{argument} needs {how_to_add('warm')}"
 
 
-@pytest.mark.parametrize(
-    ("argument", "line"),
-    [
-        ("max_step=3", "unknown setting max_step; did you mean max_steps?"),
-        ("optim.lrr=3", "unknown setting optim.lrr; did you mean optim.lr?"),
-        ("strategy.bucket_cap=3", "unknown setting strategy.bucket_cap; "
-         "did you mean strategy.bucket_cap_mb?"),
-        ("optimm.lr=3", "unknown setting optimm.lr; did you mean optim.lr?"),
-        ("Model.n_layers=3", "unknown setting Model.n_layers; did you mean model.n_layer?"),
-        ("trainr.devices=2", "unknown setting trainr.devices; did you mean trainer.devices?"),
-        ("logers.wandb.mode=off", "unknown setting logers.wandb.mode; "
-         "did you mean logger.wandb.mode?"),
-        ("logger.wandb.mod=off", "unknown setting logger.wandb.mod; "
-         "did you mean logger.wandb.mode?"),
-        ("optimizer.lr=3", "unknown setting optimizer.lr; did you mean optim.lr?"),
-        ("optimm.zz=3", "unknown setting optimm.zz; did you mean the group optim?"),
-        ("validation.every=3", "unknown setting validation.every; did you mean val_every?"),
-        ("qq.zz=3", f"unknown setting qq.zz; the groups are {', '.join(known_groups())}; "
-         f"to see all settings, run: {PROGRAM} train --cfg job"),
-        ("batch=12", "batch=12: batch is a group of settings; write batch.NAME=12, where NAME is "
-         f"one of {', '.join(OF_BATCH)}"),
-        ("models=nano", "unknown setting models; did you mean model?"),
-        ("batch.x.y=3", f"unknown setting batch.x; there are {', '.join(OF_BATCH)}"),
-        ("trainer.profiler=simple", "unknown setting trainer.profiler; "
-         "to add one that the YAML lacks, write +trainer.profiler=simple"),
-        ("data.path=x", f"data.path is a setting of data={' or '.join(WITH_PATH)}, "
-         "which is not chosen here"),
-        ("max_steps=many", "max_steps=many must be a whole number"),
-        ("max_steps=1e3", "max_steps=1e3 must be a whole number; write 1000"),
-        ("seed=1.5", "seed=1.5 must be a whole number"),
-        ("optim.lr=fast", "optim.lr=fast must be a number"),
-        ("compile=perhaps", "compile=perhaps must be true or false"),
-        ("lr=0.1", "unknown setting lr; did you mean optim.lr?"),
-        ("devices=2", "unknown setting devices; did you mean trainer.devices?"),
-        ("model=gpt2_mediun", f"model=gpt2_mediun is not one of {', '.join(choices('model'))}; "
-         "did you mean gpt2_medium?"),
-        (
-            "callbacks=[default,qq]",
-            f"callbacks=qq is not one of {', '.join(choices('callbacks'))}; for a class of "
-            "Lightning's, write +callbacks.NAME._target_=lightning.pytorch.callbacks.CLASS",
-        ),
-        ("experiment=qq", f"experiment=qq is not one of {', '.join(choices('experiment'))}"),
-        ("trainer.max_steps=5", "trainer.max_steps=5 cannot be set there; set max_steps instead"),
-        (
-            "+trainer.precision=64",
-            "trainer.precision=64 cannot be set there; set precision instead",
-        ),
-        ("max_steps=0", "max_steps=0 must be at least 1"),
-        ("run_name=${nope}", "run_name=${nope}: Interpolation key 'nope' not found"),
-    ],
-)  # fmt: skip
-def test_a_wrong_override_is_rejected_in_one_line(argument, line):
-    assert refusal(argument) == line
-
-
-@pytest.mark.parametrize(
-    ("argument", "part"),
-    [
-        ("max_steps=[1", "[1"),
-        ("max_steps", "max_steps has no value; write NAME=VALUE, without spaces"),
-        (
-            "max_steps=3 seed=1",
-            "max_steps=3 seed=1 is one word with several settings; write each as its own word",
-        ),
-        ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
-        ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),
-        ("~model", "model"),
-        ("seed=1,2", "add --multirun"),
-    ],
-)
-def test_a_wrong_use_of_the_grammar_is_rejected_with_what_was_typed(argument, part):
-    assert part in refusal(argument)
-
-
-@pytest.mark.parametrize(
-    ("written", "line"),
-    [
-        ("max_stepz: 3", "unknown setting max_stepz; did you mean max_steps?"),
-        (
-            "optim:\n  lr: fast",
-            "optim.lr=fast must be a number",
-        ),
-        ("model:\n  heads: 2", "unknown setting model.heads; did you mean model.n_head?"),
-        (
-            "logger: none",
-            "logger is a group, and none its choice; write `- override /logger: none` under "
-            "`defaults:`",
-        ),
-        (
-            "model: gpt2",
-            "model is a group, and gpt2 its choice; write `- override /model: gpt2` under "
-            "`defaults:`",
-        ),
-        (
-            "logger: [wandb, tensorboard]",
-            "logger is a group, and [wandb, tensorboard] its choice; write `- override /logger: "
-            "[wandb, tensorboard]` under `defaults:`",
-        ),
-        (
-            "callbacks:\n  - _target_: lightning.pytorch.callbacks.EarlyStopping",
-            "callbacks must have names, not dashes or values; write `NAME:` below it, and below "
-            "that `_target_: lightning.pytorch.callbacks.CLASS`",
-        ),
-        (
-            "batch: 12",
-            "batch is a group of settings; write each below it as `NAME: VALUE`, indented, where "
-            f"NAME is one of {', '.join(OF_BATCH)}",
-        ),
-    ],
-)
-def test_a_mistake_in_a_file_is_named_with_the_file_and_its_remedy(tmp_path, written, line):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "of_this_test.yaml").write_text(f"# @package _global_\n{written}\n")
-    refused = refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
-    assert refused == f"experiment/of_this_test.yaml: {line}"
-
-
-@pytest.mark.parametrize(
-    ("written", "line"),
-    [
-        (
-            "max_steps: 3",
-            "a recipe's first line must be `# @package _global_`, without a byte order mark",
-        ),
-        (
-            "# @package _global_\ndefaults:\n  - data: text",
-            "configs/experiment/of_this_test.yaml: write `- override /data: text` in its defaults",
-        ),
-        (
-            "# @package _global_\ndefaults:\n  - /data: text",
-            "data already has a choice; write `- override /data: text` in the defaults of the "
-            "YAML file",
-        ),
-        (
-            "# @package _global_\ndefaults:\n  - override data: text",
-            "configs/experiment/of_this_test.yaml: write data with a slash before it in its "
-            "defaults, as in `- override /data: CHOICE`",
-        ),
-    ],
-)
-def test_a_recipe_that_hydra_puts_elsewhere_is_answered_with_how_to_write_it(
-    tmp_path, written, line
-):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "of_this_test.yaml").write_text(f"{written}\n")
-    assert refusal("experiment=of_this_test", "--config-dir", str(tmp_path)).endswith(line)
-
-
-@pytest.mark.parametrize(
-    "place", ["experiment/of_this_test.yml", "of_this_test.yaml", "of_this_test.yml"]
-)
-def test_a_recipe_that_hydra_does_not_find_is_answered_with_where_to_move_it(
-    tmp_path, monkeypatch, place
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "confs" / "experiment").mkdir(parents=True)
-    (tmp_path / "confs" / place).write_text("# @package _global_\nseed: 7\n")
-    refused = refusal("experiment=of_this_test", "--config-dir", "confs")
-    command = refused.partition(f"; to choose confs/{place}, run: ")[2]
-    assert command == f"mv confs/{place} confs/experiment/of_this_test.yaml"
-    subprocess.run(shlex.split(command), check=True)
-    words = ("max_steps=3", "batch.global_size=2", "--config-dir", "confs")
-    assert composed("experiment=of_this_test", *words)[1].seed == 7
-
-
 def test_a_file_that_the_project_s_would_replace_is_refused(tmp_path):
     (tmp_path / "experiment").mkdir()
     own = config_folder() / "experiment/smoke.yaml"
@@ -311,32 +141,6 @@ def test_a_file_that_the_project_s_would_replace_is_refused(tmp_path):
     file.write_text("# @package _global_\nmax_steps: 3\n")
     line = f"{file} has the name of {own}, which Hydra would read instead; rename it"
     assert refusal(*words) == line
-
-
-def test_a_recipe_that_includes_itself_is_refused_in_one_line(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    file = tmp_path / "experiment/of_this_test.yaml"
-    file.write_text("# @package _global_\ndefaults: [smoke, of_this_test]\n")
-    line = "a YAML file includes itself, directly or through others; change its defaults"
-    assert refusal("experiment=of_this_test", "--config-dir", str(tmp_path)) == line
-
-
-def test_a_file_that_is_not_utf8_is_refused_by_its_name(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    file = tmp_path / "experiment/of_this_test.yaml"
-    file.write_bytes("# @package _global_\nrun_name: Stra\u00dfe\n".encode("latin-1"))
-    refused = refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
-    assert refused.startswith(f"{file}: 'utf-8' codec can't decode byte 0xdf")
-    assert refused.endswith("; save it as UTF-8")
-
-
-def test_broken_yaml_is_rejected_by_its_file(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "of_this_test.yaml").write_text("max_steps: [1\n")
-    assert "of_this_test.yaml" in refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
-    (tmp_path / "experiment" / "of_this_test.yaml").write_text("model:\n\tn_layer: 3\n")
-    said = refusal("experiment=of_this_test", "--config-dir", str(tmp_path))
-    assert "; indent with spaces, not tabs" in said
 
 
 def test_a_user_s_own_experiment_is_found_through_config_dir(tmp_path):

@@ -30,15 +30,15 @@ def test_the_known_arguments_of_the_trainer_are_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("profile", "did you mean trainer.profiler?"),
-        ("zzz", "remove it"),
+        ("profile", "; did you mean trainer.profiler?"),
+        ("zzz", ""),
     ],
 )
 def test_unknown_trainer_arguments_are_rejected(name, hint):
     with pytest.raises(UserError) as refusal:
         refuse({"_target_": TRAINER, name: 3})
-    line = f"trainer.{name}=3 is not an argument of Lightning's Trainer; {hint}"
-    assert str(refusal.value).startswith(line)
+    line = f"trainer.{name}=3 is not an argument of Lightning's Trainer{hint}"
+    assert str(refusal.value) == line
     refuse({"_target_": "mine.Trainer", name: 3})  # unknown everywhere
 
 

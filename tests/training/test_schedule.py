@@ -130,11 +130,21 @@ def test_without_a_warmup_the_first_step_is_at_the_peak() -> None:
     assert schedule(lr=0.5).lr(0) == 0.5
 
 
-@pytest.mark.parametrize("warmup", [{"warmup_steps": 100}, {"warmup_tokens": 76_800}])
-def test_a_warmup_as_long_as_the_run_is_rejected(warmup: dict[str, int]) -> None:
-    ((name, value),) = warmup.items()
-    with pytest.raises(UserError, match=rf"^optim\.{name}={value} makes 100 steps .*max_steps=100"):
-        schedule(**warmup)
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (256, 25), (257, 256)])
+@pytest.mark.parametrize("unit", [{"warmup_steps": 256}, {"warmup_tokens": 256 * 12 * 64}])
+def test_a_warmup_as_long_as_the_run_becomes_a_tenth_of_it(
+    unit: dict[str, int], steps: int, warmup: int
+) -> None:
+    plan = schedule(max_steps=steps, **unit)
+    assert (plan.total_steps, plan.warmup_steps) == (steps, warmup)
+
+
+@pytest.mark.parametrize("preset", ["debug", "gpt2_124m", "modern_124m", "quickstart", "smoke"])
+def test_each_preset_can_be_tried_for_three_steps(composed: Any, preset: str) -> None:
+    short = composed(f"experiment={preset}", "trainer=cpu", "max_steps=3")
+    plan = plan_schedule(short, plan_batch(short.batch, short.model.block_size, 1, 1))
+    assert (plan.total_steps, plan.warmup_steps) == (3, 0)
+    assert plan.lr(0) == plan.peak_lr
 
 
 @given(schedules())

@@ -45,11 +45,6 @@ class DataConfig(Checked):
         if not self._target_:  # made in code
             self._target_ = f"{type(self).__module__}.{type(self).__name__}"
 
-    @classmethod
-    def suggestion(cls, name: str) -> str | None:  # noqa: ARG003
-        """Return what to use instead of an unknown setting, if this class knows it."""
-        return None
-
 
 @dataclass
 class DataModuleConfig(DataConfig):

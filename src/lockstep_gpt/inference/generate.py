@@ -8,20 +8,10 @@ from lockstep_gpt.data.tokenizer import GrowingText, printable
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.trained_model import load_for_inference, parser_of
 
-# nanoGPT's options -> what to do here instead; docs/lightning.md shows them, too.
-OTHER_NAMES = {
-    "max_new_tokens": "write --length",
-    "num_samples": "call it once for each text, with another --seed",
-    "out_dir": "write the run directory without a name",
-    "start": "write --prompt",
-    "top_k": "write --top-k",
-}
-
 
 def main(arguments: list[str]) -> int:
     """Print the prompt and its continuation as it grows."""
     parser = parser_of("generate", "Continue a prompt with a trained model.")
-    parser.other_names = {**parser.other_names, **OTHER_NAMES}
     add = parser.add_argument
     add("--prompt", default="\n", help="text to continue (default: a new line)")
     add("--length", type=int, default=300, help="tokens to add (default: 300)")

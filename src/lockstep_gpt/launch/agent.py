@@ -35,7 +35,7 @@ from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.launch.torch_build import refuse_missing
 from lockstep_gpt.python_patches import run_exit_handlers
-from lockstep_gpt.run import deaths, last_line, remedies
+from lockstep_gpt.run import deaths, last_line
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
 
@@ -79,9 +79,6 @@ def main(
             if has_peers:
                 is_lost = isinstance(error, RendezvousConnectionError)
                 line = machines.explain_missed_rendezvous(config, cause, is_lost)
-            explanation = remedies.explain_error(cause, config, 1)
-            if explanation:
-                print(explanation, file=sys.stderr)
             last_line.show(run, f"{PROGRAM} train: {line}", node_rank)
             return Exit.REPORTED
         except Exception as error:  # the system's limits, for example

@@ -27,9 +27,6 @@ SHARDABLE = ("adamw", "muon")  # optimizers that update shards
 
 def refuse_conflicts(config: Config) -> None:
     """Raise a `UserError` for settings that can't be combined on any device."""
-    start_method = config.strategy.get("start_method")  # of a run that ddp_spawn began
-    rule = "is gone; continue in a new run, with strategy=ddp and resume=RUN"
-    check("strategy.start_method", start_method, start_method is None, rule)
     bucket_mb = config.strategy.get("bucket_cap_mb", 1)  # torch can't split graphs by less
     rule = "is too small for compile=true; set 1 or more, or compile=false"
     check("strategy.bucket_cap_mb", bucket_mb, not config.compile or bucket_mb >= 1, rule)
@@ -42,7 +39,7 @@ def refuse_conflicts(config: Config) -> None:
         _refuse_unshardable(config)
     targets.refuse_missing(config)
     trainer_arguments.refuse_unknown(config)
-    refused_callbacks.refuse_what_cannot_work(config)
+    refused_callbacks.refuse_other_experiments(config)
     for check_config in additions(CHECK):
         check_config(config)
 
@@ -91,7 +88,7 @@ def _refuse_unshardable(config: Config) -> None:
 
 def refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices, or variables of this machine, can't do."""
-    variables.refuse_unusable(config, placement)
+    variables.refuse_absent_interfaces(placement)
     if placement.accelerator == "mps":
         apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")

@@ -1,11 +1,10 @@
 """Composes the configuration with Hydra, once, in the parent; reports a mistake in one line."""
 
-import argparse
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,25 +20,13 @@ from yaml import YAMLError
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config, from_container, groups, with_groups
-from lockstep_gpt.config_files import (
-    config_folder,
-    config_folders,
-    first_not_utf8,
-    misread_value,
-    refuse_same_names,
-    yaml_files,
-)
+from lockstep_gpt.config_files import config_folder, refuse_same_names
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
-from lockstep_gpt.launch.arguments import refuse_missing_values, translate_arguments
-from lockstep_gpt.launch.hydra_errors import (
-    another_ending,
-    as_user_error,
-    mistake_in_file,
-    one_line,
-)
-from lockstep_gpt.launch.quoting import TEXTS, quote_texts
+from lockstep_gpt.launch.arguments import translate_arguments
+from lockstep_gpt.launch.hydra_errors import as_user_error, one_line
+from lockstep_gpt.launch.quoting import quote_texts
 from lockstep_gpt.registry import ARGUMENTS, additions
 
 # Later versions warn about the arguments and names of 1.3.
@@ -64,7 +51,6 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     Raises:
         UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
     """
-    refuse_missing_values(arguments)
     folders = _config_dirs(arguments)
     refuse_same_names(folders)
     register_schema(*folders)
@@ -84,27 +70,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
         except COMPOSING as error:
             if has_started:  # the job's own error, not the composition's
                 raise
-            raise UserError(_line_of(error, arguments, folders)) from None
-
-
-def _line_of(error: Exception, arguments: list[str], folders: list[Path]) -> str:
-    """Return value, rule, and remedy of an error in composing, and the YAML file at fault."""
-    if isinstance(error, RecursionError):
-        return "a YAML file includes itself, directly or through others; change its defaults"
-    if isinstance(error, UnicodeDecodeError):
-        file = first_not_utf8([*config_folders(), *folders])
-        return f"{file or 'a YAML file'}: {error}; save it as UTF-8"
-    line = one_line(error, arguments)
-    mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
-    if mistake:
-        group, _, name = mistake[1].partition("/")
-        file = yaml_files(group, *folders).get(name)
-        line = f"{mistake[1]}.yaml: {mistake_in_file(file) or line}"
-    if "extension '.yml'" in line:  # Hydra 1.4's words, which name no file
-        line = line.rstrip(".") + another_ending([*config_folders(), *folders])
-    if "that cannot start any token" in line:  # YAML's words
-        line += "; indent with spaces, not tabs, and quote texts that begin with @, `, or %"
-    return line
+            raise UserError(one_line(error, arguments)) from None
 
 
 def overrides() -> list[str]:
@@ -115,30 +81,11 @@ def overrides() -> list[str]:
 
 def resolve_config(composed: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
-    _refuse_misread_values()
     with as_user_error(overrides()):
         values = values_to_freeze(composed)
         config = from_container(values)
     checks.refuse_conflicts(config)
     return values, config
-
-
-def _refuse_misread_values() -> None:
-    """Raise a `UserError` for a value in a chosen file that YAML reads as another one."""
-    hydra_config = HydraConfig.get()
-    sources = hydra_config.runtime.config_sources
-    folders = [Path(source.path) for source in sources if source.schema == "file"]
-    files = [folder / f"{hydra_config.job.config_name}.yaml" for folder in folders]
-    for group, names in hydra_config.runtime.choices.items():
-        choices = yaml_files(group, *folders)
-        # An experiment may be several, as in [a,b].
-        files += [
-            choices[name] for name in re.findall(r"[^\[\], ]+", str(names)) if name in choices
-        ]
-    for file in filter(Path.is_file, files):
-        line = misread_value(file, TEXTS)
-        if line is not None:
-            raise UserError(line)
 
 
 def has_schema() -> bool:
@@ -168,9 +115,13 @@ def register_schema(*folders: Path) -> None:
 
 def _config_dirs(arguments: list[str]) -> list[Path]:
     """Return the folders that Hydra's --config-dir names."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", action="append", type=Path, default=[])
-    return list(parser.parse_known_args(arguments)[0].config_dir)
+    flags = ("--config-dir", "-cd")
+    folders = [Path(word) for flag, word in pairwise(arguments) if flag in flags]
+    of_one_word = [word.partition("=") for word in arguments]
+    return [
+        *folders,
+        *(Path(folder) for flag, _, folder in of_one_word if folder and flag in flags),
+    ]
 
 
 @contextlib.contextmanager

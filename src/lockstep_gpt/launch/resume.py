@@ -25,7 +25,6 @@ from lockstep_gpt.launch import (
     compose,
     launcher,
     resolving,
-    short_runs,
     start,
     trust,
     usable_files,
@@ -127,16 +126,13 @@ def _refuse_other_choices(
     free |= set(CHANGE.findall(changes))
     # A setting that an earlier version lacked is not a difference.
     frozen = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(composed, run.values())))
-    theirs = dict(runs.flat(frozen))
-    ours = dict(runs.flat(composed))
     is_decided = decided_by(typed)
     differing = {}  # setting -> line
     for line in runs.differences(frozen, composed):
         name = line.partition("=")[0]
         group = name.partition(".")[0]
         may_change = name in free or may_differ(group, typed)
-        shortened = short_runs.is_shortened(name, theirs.get(name), ours.get(name))
-        if is_decided(name) and not may_change and not shortened:
+        if is_decided(name) and not may_change:
             differing[name] = line
     if differing:
         run.load()  # raises if this version can't read it

@@ -30,7 +30,6 @@ from lockstep_gpt.launch import (
     host_memory,
     launcher,
     machines,
-    short_runs,
     supervise,
     targets,
     trust,
@@ -88,10 +87,7 @@ class NewRun:
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
     run = run_of(config.run_dir)
-    placement, batch = place_run(config)
-    words = HydraConfig.get().overrides.task
-    values, config = short_runs.fit_warmup(values, config, batch, words)
-    schedule.plan_schedule(config, batch)  # may refuse it
+    placement, _ = place_run(config)
     status = start(NewRun(run, config, resolved_values(values, placement, run)))
     return status, float(run.read_summary().get("val_loss") or "nan")
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.launch.choices import suggestion
+from lockstep_gpt.launch.choices import did_you_mean
 from lockstep_gpt.settings import check
 
 OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # in configs/trainer/
@@ -26,6 +26,6 @@ def refuse_unknown(config: Config) -> None:
     constructor = next(function for function in functions if function.name == "__init__")
     known = [argument.arg for argument in constructor.args.kwonlyargs]
     for name in added:
-        hint = suggestion(name, known, "trainer.") or "; remove it"
+        hint = did_you_mean(name, known, "trainer.")
         rule = f"is not an argument of Lightning's Trainer{hint}"
         check(f"trainer.{name}", trainer[name], name in known, rule)

@@ -1,40 +1,24 @@
-"""Environment variables that torch, NCCL, and wandb read: refuses what they can't use.
+"""Network interfaces in variables of gloo and NCCL: refuses those that this machine lacks.
 
-They would fail late, in each rank and with a stack, or go on with another value.
+Else each rank fails when it wants to connect, and ranks of other machines wait for it.
 """
 
 import os
-import re
 import socket
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.settings import check, check_choice
+from lockstep_gpt.settings import check
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
-WANDB = "lockstep_gpt.run.loggers.wandb_run.WandbRun"
-WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
 
 
-def refuse_unusable(config: Config, placement: Placement) -> None:
-    """Raise a `UserError` for a value that would fail on this machine."""
-    _refuse_unknown_threads()
+def refuse_absent_interfaces(placement: Placement) -> None:
+    """Raise a `UserError` if these ranks would connect through an interface that isn't there."""
     if placement.world_size > 1:
         refuse_absent_interface(GLOO, os.environ.get(GLOO, ""))
         if placement.accelerator == "cuda":
             refuse_absent_interface(NCCL, os.environ.get(NCCL, ""))
-    for logger in config.logger.values():
-        if logger["_target_"] == WANDB and logger.get("mode") == "auto":
-            check_choice("WANDB_MODE", os.environ.get("WANDB_MODE") or "online", WANDB_MODES)
-
-
-def _refuse_unknown_threads() -> None:
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    counts = [count.strip() for count in threads.split(",")]
-    are_counts = all(re.fullmatch(r"0*[1-9]\d*", count) for count in counts)
-    rule = "must be a whole number above 0; set it to the threads of a rank, or: unset"
-    check("OMP_NUM_THREADS", threads, not threads or are_counts, f"{rule} OMP_NUM_THREADS")
 
 
 def refuse_absent_interface(variable: str, names: str) -> None:

@@ -260,9 +260,6 @@ def _local(path: Path, folder: Path | None) -> Path:
     path = download(path, folder) or path
     with readable(path):
         is_there = path.exists()
-    setting, _, value = str(path).partition("run_dir=")
-    if not is_there and value and not setting:
-        raise UserError(f"{path} is a setting of train; here, write only the path: {value}")
     if not is_there:
         raise UserError(
             f"{path} does not exist; give a run directory, a checkpoint in one, or "

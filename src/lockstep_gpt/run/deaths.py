@@ -15,10 +15,10 @@ FRAME = re.compile(r'^ *File "(?!.*/(?:site-packages|lib/python))(.+)", line (\d
 
 def explain_deaths(run: RunDirectory, config: Config, ended: dict[int, Ending]) -> str:
     """Return cause and remedy from the ended ranks' logs, or from the signals that ended them."""
-    scene = remedies.Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
+    world_size = config.trainer["devices"] * config.trainer["num_nodes"]
     logs = {rank: _end_of(run.log_of(rank)) for rank in ended}
     for rank, ending in ended.items():
-        explanation = remedies.explain_death(ending.killed_by, logs[rank], scene)
+        explanation = remedies.explain_death(ending.killed_by, logs[rank], config, world_size)
         if explanation:
             return explanation + _places_of_waiting(logs)
     return ""

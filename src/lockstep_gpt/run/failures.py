@@ -3,8 +3,6 @@
 import traceback
 from typing import TextIO
 
-from torch import nn
-
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, lost_peers
@@ -20,7 +18,6 @@ def report_failure(
     ranks: Ranks,
     error: BaseException,
     terminal: TextIO,
-    model: nn.Module | None,
 ) -> int:
     """Record the failure of this rank while its exception is handled; return the exit status.
 
@@ -34,7 +31,7 @@ def report_failure(
     if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__  # Lightning has replaced it
     stack = traceback.format_exc()
-    cause = remedies.explain_error(stack, config, ranks.world_size, model)
+    cause = remedies.explain(stack, config, ranks.world_size)
     text = f"{cause}\n\n{stack}" if cause else stack
     last_line.append(directory.log_of(ranks.rank), text)
     if lost_peers(error) and not remedy_of_limit(error):

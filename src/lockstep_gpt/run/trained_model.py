@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from lockstep_gpt import PROGRAM, catalog
 from lockstep_gpt.config import Config, from_container
@@ -32,31 +32,11 @@ NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "packing", "optim
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line.
-
-    Attributes:
-        other_names: another project's option -> what to do here instead.
-    """
-
-    other_names: Mapping[str, str] = {"run_dir": "write the run directory without a name"}
-    words: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Remember the words, of which argparse's message names only some."""
-        self.words = args or ()
-        return super().parse_known_args(args, namespace)
+    """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a `UserError`, with the usage, or with our names."""
-        typed = [word[2:].partition("=")[0] for word in self.words if word.startswith("--")]
-        names = [name for name in typed if name.replace("-", "_") in self.other_names]
-        if names:
-            ours = [f"--{name}: {self.other_names[name.replace('-', '_')]}" for name in names]
-            raise UserError(f"{message}; here, {'; '.join(ours)}")
-        remedy = " ".join(self.format_usage().split())
-        if message.startswith("unrecognized"):
-            remedy = f"options are --NAME VALUE, and a text with spaces needs quotes; {remedy}"
-        raise UserError(f"{message}; {remedy}")
+        """Raise argparse's message as a `UserError`, with the usage."""
+        raise UserError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def parser_of(command: str, description: str) -> OneLineParser:

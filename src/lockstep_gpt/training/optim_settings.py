@@ -19,7 +19,9 @@ class OptimConfig(Checked):
     lr_scaling: str = setting(
         "how the peak grows with the global batch", "linear", choices=("linear", "sqrt", "none")
     )
-    warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
+    warmup_steps: int | None = setting(
+        "steps of linear warmup; a tenth of a run that is no longer", None, at_least=0
+    )
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
     decay: str = setting(
         "the rate after warmup; wsd keeps the peak, then falls linearly", "cosine", choices=DECAYS

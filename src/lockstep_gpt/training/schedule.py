@@ -150,7 +150,10 @@ def longer_budget(config: Config, times: int) -> str:
 
 
 def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
-    """Turn budgets in steps or tokens into a run's schedule; reject a warmup as long as the run.
+    """Turn budgets in steps or tokens into a run's schedule.
+
+    A run that is no longer than its warmup, such as a quick try of a preset, warms up for a tenth
+    of its steps instead; one of fewer than 10 steps, not at all.
 
     Sources: linear scaling and warmup, Goyal et al. 2017; cosine, Loshchilov & Hutter 2017; wsd
     (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024.
@@ -158,7 +161,7 @@ def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
     total_steps = plan_steps(config, batch)
     warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)
     if warmup_steps >= total_steps:
-        raise UserError(_warmup_line(config, warmup_steps, total_steps))
+        warmup_steps = total_steps // 10
     return Schedule(
         total_steps=total_steps,
         warmup_steps=warmup_steps,
@@ -177,24 +180,6 @@ def scale_of_rate(config: Config, batch: BatchPlan) -> float:
     return scales[config.optim.lr_scaling]
 
 
-def shorten_warmup(config: Config, batch: BatchPlan) -> dict[str, int]:
-    """Return the warmup for a quick try: a tenth of a run that is no longer than its own warmup.
-
-    A run of fewer than 10 steps then has none. Empty if the warmup fits.
-
-    Returns:
-        `warmup_steps` or `warmup_tokens`, whichever is set, and its new value.
-    """
-    total_steps = plan_steps(config, batch)
-    warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)
-    if warmup_steps < total_steps:
-        return {}
-    shorter = total_steps // 10
-    if config.optim.warmup_steps is not None:
-        return {"warmup_steps": shorter}
-    return {"warmup_tokens": shorter * batch.tokens_per_step}
-
-
 def _steps(steps: int | None, tokens: int | None, batch: BatchPlan) -> int:
     """Return a budget in steps, rounding tokens up to whole steps; 0 without a budget."""
     if steps is not None:
@@ -209,14 +194,3 @@ def _decay_steps(config: Config, total_steps: int, warmup_steps: int) -> int:
     if config.optim.decay == "wsd":
         return min(longest, max(1, round(config.optim.decay_fraction * total_steps)))
     return longest
-
-
-def _warmup_line(config: Config, warmup_steps: int, total_steps: int) -> str:
-    unit = "steps" if config.optim.warmup_steps is not None else "tokens"
-    warmup = getattr(config.optim, f"warmup_{unit}")
-    budget = "max_steps" if config.max_steps is not None else "max_tokens"
-    return (
-        f"optim.warmup_{unit}={warmup} makes {counted(warmup_steps, 'step')} of warmup, "
-        f"but the run has only {total_steps}; lower it or raise "
-        f"{budget}={getattr(config, budget)}"
-    )

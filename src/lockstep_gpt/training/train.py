@@ -95,7 +95,6 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
     config = directory.load()
     ranks = Ranks.from_environment()
     with routed_output(directory, ranks, config) as terminal, _same_precision_afterward():
-        training = None
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)
@@ -113,8 +112,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
-            model = training.module.model if training else None
-            status = report_failure(directory, config, ranks, error, terminal, model)
+            status = report_failure(directory, config, ranks, error, terminal)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)

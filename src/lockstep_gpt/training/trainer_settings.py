@@ -25,12 +25,7 @@ _OWNED = {
 }
 
 
-OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
-# Arguments of Lightning 1 that tutorials still show.
-GONE_TRAINER_KEYS = {
-    **dict.fromkeys(("gpus", "num_gpus", "num_processes", "tpu_cores"), "trainer.devices"),
-    "resume_from_checkpoint": "resume",
-}
+OWNED_TRAINER_KEYS = {key: ours for ours, keys in _OWNED.items() for key in keys.split()}
 
 
 MOST_RANKS = 1024
@@ -51,8 +46,8 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     """Check the arguments of Lightning's Trainer that decide devices, or that are ours to set."""
     for key, value in trainer.items():
         # `limit_val_batches=0` turns off validation, which none of our settings does.
-        if (door := door_of(key)) and (key, value) != ("limit_val_batches", 0):
-            raise UserError(owned_key_line(key, value, door))
+        if key in OWNED_TRAINER_KEYS and (key, value) != ("limit_val_batches", 0):
+            raise UserError(owned_key_line(key, value))
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     count = "a whole number of at least 1"
     fits = devices == "auto" or _is_count(devices)
@@ -65,14 +60,10 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     check_switch("trainer.sync_batchnorm", trainer.get("sync_batchnorm", False))
 
 
-def door_of(key: str) -> str | None:
-    """Return our setting for an argument of the Trainer that can't be set there; else None."""
-    return OWNED_TRAINER_KEYS.get(key) or GONE_TRAINER_KEYS.get(key)
-
-
-def owned_key_line(key: str, value: Any, door: str) -> str:
+def owned_key_line(key: str, value: Any) -> str:
     """Return an error line that names our setting for the Trainer's argument `key`."""
-    return f"trainer.{key}={as_typed(value)} cannot be set there; set {door} instead"
+    ours = OWNED_TRAINER_KEYS[key]
+    return f"trainer.{key}={as_typed(value)} cannot be set there; set {ours} instead"
 
 
 def _is_count(value: Any) -> bool:

@@ -115,12 +115,3 @@ def test_other_words_stay(word):
 def test_a_name_has_one_choice():
     with pytest.raises(UserError, match=r"data.sources.a=text: data.sources.a is stdlib already"):
         with_sources(["data.sources.a=stdlib", "data.sources.a=text"])
-
-
-def test_a_weight_inside_a_source_is_answered_with_its_place():
-    suggestion = Mixture.suggestion
-    assert suggestion("data.sources.code.weight") == "use data.weights.code"
-    assert (
-        suggestion("data.sources.code") == "choose what it is first, as in data.sources.code=text"
-    )
-    assert suggestion("data.sources.code.pth") is None

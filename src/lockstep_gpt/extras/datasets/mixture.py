@@ -112,16 +112,6 @@ class Mixture(Source):
                 "data.schedule changes weights, and data.weights has none to begin with"
             )
 
-    @classmethod
-    def suggestion(cls, name: str) -> str | None:
-        """Return how to choose a source that is not chosen, or where the weight of one belongs."""
-        if re.fullmatch(rf"data\.sources\.{NAME}", name):
-            return f"choose what it is first, as in {name}=text"
-        share = re.fullmatch(rf"data\.sources\.({NAME})\.(weight|epoch)s?", name)
-        if share:
-            return f"use data.{share[2]}s.{share[1]}"
-        return None
-
     def names_of_sources(self) -> list[str]:
         """Return the names in the order in which everything numbers them."""
         return sorted(self.sources)

@@ -18,7 +18,7 @@ from lockstep_gpt.exits import after_signal
 from lockstep_gpt.extras.evidence.fairness import Setting, refuse_other_runs
 from lockstep_gpt.extras.evidence.sides import Side, is_finished
 from lockstep_gpt.extras.evidence.workers import Job, Workers
-from lockstep_gpt.launch import compose, short_runs, start
+from lockstep_gpt.launch import compose, start
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.quoting import quote_value
 from lockstep_gpt.run.directory import RunDirectory
@@ -52,7 +52,6 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
     def job(composed: DictConfig) -> None:
         values, config = compose.resolve_config(composed)
         placement, batch = start.place_run(config)
-        values, config = short_runs.fit_warmup(values, config, batch, words)
         steps = schedule.plan_schedule(config, batch).total_steps
         data = {**values["data"], "fingerprint": start.prepare_data(config)}
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)

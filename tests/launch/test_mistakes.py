@@ -1,0 +1,257 @@
+"""Mistakes in names, choices, values, and YAML: one line, before any rank starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep_gpt
+from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.training.building import build
+
+PACKAGE = Path(lockstep_gpt.__file__).parent
+MODELS, STRATEGIES, LOGGERS, CALLBACKS, EXPERIMENTS = (
+    ", ".join(sorted(yaml_files(group)))
+    for group in ("model", "strategy", "logger", "callbacks", "experiment")
+)
+NO_FLAG = "is not a flag; settings are NAME=VALUE, without dashes"
+SEE_ALL = f"to see all settings, run: {PROGRAM} train --cfg job"
+
+UNKNOWN_NAMES = {
+    "optim.lrr=1e-3": "unknown setting optim.lrr; did you mean optim.lr?",
+    "max_step=3": "unknown setting max_step; did you mean max_steps?",
+    "expriment=smoke": "unknown setting expriment; did you mean experiment?",
+    "models=nano": "unknown setting models; did you mean model?",
+    "optimm.lr=3": "unknown setting optimm.lr; did you mean optim.lr?",
+    "Model.n_layers=3": "unknown setting Model.n_layers; did you mean model.n_layer?",
+    "trainr.devices=2": "unknown setting trainr.devices; did you mean trainer.devices?",
+    "lr=0.1": "unknown setting lr; did you mean optim.lr?",
+    "devices=2": "unknown setting devices; did you mean trainer.devices?",
+    "optim.seed=3": "unknown setting optim.seed; did you mean seed?",
+    "strategy.bucket_cap=3": "unknown setting strategy.bucket_cap; did you mean "
+    "strategy.bucket_cap_mb?",
+    "logger.wandb.mod=off": "unknown setting logger.wandb.mod; did you mean logger.wandb.mode?",
+    "logers.wandb.mode=off": "unknown setting logers.wandb.mode; did you mean logger.wandb.mode?",
+    "logger.project=x": "unknown setting logger.project; did you mean logger.trackio.project or "
+    "logger.wandb.project?",
+    "qq.zz=3": f"unknown setting qq.zz; {SEE_ALL}",
+    "batch.x.y=3": f"unknown setting batch.x.y; {SEE_ALL}",
+    "strategy=fsdp2 strategy.comm_hook=fp16": "strategy.comm_hook is a setting of strategy=ddp, "
+    "which is not chosen here",
+    "trainer.max_steps=5": "trainer.max_steps=5 cannot be set there; set max_steps instead",
+    "+trainer.precision=64": "trainer.precision=64 cannot be set there; set precision instead",
+    "+trainer.profile=simple": "trainer.profile=simple is not an argument of Lightning's Trainer; "
+    "did you mean trainer.profiler?",
+    "callbacks.sample._target_=lockstep_gpt.run.callbacks.progress.Sampel": "callbacks.sample."
+    "_target_=lockstep_gpt.run.callbacks.progress.Sampel: lockstep_gpt.run.callbacks.progress has "
+    "no Sampel; did you mean Sample?",
+    "--mulitrun": f"--mulitrun {NO_FLAG}; did you mean --multirun?",
+    "--devices=2": f"--devices=2 {NO_FLAG}; did you mean trainer.devices?",
+    "-run_dir": f"-run_dir {NO_FLAG}; did you mean run_dir?",
+    "--zzz": f"--zzz {NO_FLAG}",
+}
+WRONG_CHOICES = {
+    "model=gpt2_mediun": f"model=gpt2_mediun is not one of {MODELS}; did you mean gpt2_medium?",
+    "experiment=qq": f"experiment=qq is not one of {EXPERIMENTS}",
+    "callbacks=[default,qq]": f"callbacks=qq is not one of {CALLBACKS}",
+    "strategy=3": f"strategy=3 is not one of {STRATEGIES}",
+    "logger=null": f"logger=null is not one of {LOGGERS}",
+    "logger=none hydra/launcher=qq": "hydra/launcher=qq is not one of basic",
+    "verbosity=loud": "verbosity=loud is not one of quiet, normal, debug",
+}
+WRONG_VALUES = {
+    "max_steps=many": "max_steps=many must be a whole number",
+    "max_steps=1e3": "max_steps=1e3 must be a whole number",
+    "seed=1.5": "seed=1.5 must be a whole number",
+    "optim.lr=fast": "optim.lr=fast must be a number",
+    "optim.lr=-1": "optim.lr=-1.0 must be above 0",
+    "compile=perhaps": "compile=perhaps must be true or false",
+    "max_steps=0": "max_steps=0 must be at least 1",
+    "batch=12": "batch: Invalid type assigned: int is not a subclass of BatchConfig. value: 12",
+    "resume=": "resume= is not none, auto, or a path; to continue a run, set run_dir=RUN "
+    "resume=auto",
+    "callbacks.sample=off": "callbacks.sample=off is not a class; to leave it out, set "
+    "callbacks.sample=null",
+}
+IN_YAML = {
+    "max_stepz: 3": "In 'experiment/mine': unknown setting max_stepz; did you mean max_steps?",
+    "model: {heads: 2}": "In 'experiment/mine': unknown setting model.heads; did you mean "
+    "model.n_head?",
+    "optim: {lr: fast}": "In 'experiment/mine': optim.lr=fast must be a number",
+    "trainer: {max_steps: 3}": "trainer.max_steps=3 cannot be set there; set max_steps instead",
+}
+
+
+def line_of(capsys, *words):
+    """Return the only line of a command that is refused as a mistake, without its beginning."""
+    assert cli.main(["train", *words]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"{PROGRAM} train: "), line
+    assert line.count("\n") == 1, line
+    return line.removeprefix(f"{PROGRAM} train: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"), {**UNKNOWN_NAMES, **WRONG_CHOICES, **WRONG_VALUES}.items()
+)
+def test_a_mistake_is_one_line_with_the_nearest_the_choices_or_the_rule(words, line, capsys):
+    assert line_of(capsys, *words.split()) == line
+
+
+def test_a_setting_of_another_choice_is_answered_with_the_choices_that_have_it(capsys):
+    line = line_of(capsys, "data.path=x")
+    assert line.startswith("data.path is a setting of data=")
+    assert " or text, which is not chosen here" in line
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write an experiment; return the words that choose it."""
+
+    def write(text):
+        (tmp_path / "experiment").mkdir(exist_ok=True)
+        file = tmp_path / "experiment/mine.yaml"
+        file.write_text(f"# @package _global_\ndefaults: [smoke]\n{text}\n")
+        return file, ["--config-dir", str(tmp_path), "experiment=mine"]
+
+    return write
+
+
+@pytest.mark.parametrize(("text", "line"), IN_YAML.items())
+def test_a_mistake_in_a_yaml_file_is_the_same_line(recipe, text, line, capsys):
+    assert line_of(capsys, *recipe(text)[1]) == line
+
+
+@pytest.mark.parametrize(("text", "number"), [("max_steps: [1", 3), ("model:\n\tn_layer: 3", 4)])
+def test_yaml_that_cannot_be_parsed_is_named_by_file_and_line(recipe, text, number, capsys):
+    file, words = recipe(text)
+    assert f'in "{file}", line {number}, column' in line_of(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("max_steps=[1", "max_steps=[1: no viable alternative at input '[1'"),
+        ("max_steps", "missing EQUAL at '<EOF>'"),
+        ("größe=1", "LexerNoViableAltException: größe=1"),
+        ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),
+        ("seed=1,2", "To sweep over it, add --multirun to your command line"),
+        ("run_name=${nope}", "Interpolation key 'nope' not found"),
+        ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
+        ("~model", "model"),
+        ("trainer.profiler=simple", "To append to your config use +trainer.profiler=simple"),
+        ("hydra.zz=3", "Could not override 'hydra.zz'."),
+        ("--config-name smoke", "Cannot find primary config 'smoke'."),
+        ("-cp /no/such/folder", "Primary config directory not found."),
+        ("-m -c job seed=1,2", "Only one of --run, --multirun, --cfg"),
+    ],
+)
+def test_other_errors_of_hydra_are_its_own_text_in_one_line(words, part, capsys):
+    assert part in line_of(capsys, *words.split())
+
+
+@pytest.mark.parametrize("word", ["run_name=a(b", "callbacks.sample.prompt=def f(x):"])
+def test_a_text_that_hydra_cannot_parse_is_answered_with_its_quotes(word, capsys):
+    quoted = "to set a text, quote it for Hydra and for the shell: 'NAME=\"TEXT\"'"
+    assert line_of(capsys, word).endswith(f"; {quoted}")
+
+
+@pytest.mark.parametrize("text", ["optim.lr: 1e-3", "model: gpt2", "defaults: [data: text]"])
+def test_other_errors_in_a_yaml_file_name_it(recipe, text, capsys):
+    file, words = recipe("")
+    file.write_text(f"# @package _global_\n{text}\n")
+    assert line_of(capsys, *words).startswith("In 'experiment/mine': ")
+
+
+def test_a_run_that_continues_needs_a_name(capsys):
+    assert line_of(capsys, "experiment=smoke", "resume=auto") == (
+        "resume=auto needs run_dir=runs/NAME, the run to continue or to start; "
+        "set it, or leave resume=auto out"
+    )
+
+
+def test_a_sweep_does_not_go_into_the_folder_of_a_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    for words in (["-m", "seed=1,2"], ["--multirun", "resume=auto"]):
+        assert cli.main(["train", f"run_dir={run}", *words]) == 2
+        err = capsys.readouterr().err
+        line = f"run_dir={run} is a run, but with --multirun, run_dir is a folder of runs"
+        assert err.startswith(f"{PROGRAM} train: {line}"), err
+        assert err.count("\n") == 1
+    assert [path.name for path in run.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate"], "the following arguments are required: source; usage: "),
+        (["generate", "run", "--promt", "x"], "unrecognized arguments: --promt x; usage: "),
+        (["evaluate", "run", "data.path=x"], "unrecognized arguments: data.path=x; usage: "),
+    ],
+)
+def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, message, capsys):
+    assert cli.main(words) == 2
+    line = f"{PROGRAM} {words[0]}: {message}{PROGRAM} {words[0]} [-h]"
+    err = capsys.readouterr().err
+    assert err.startswith(line), err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["cli.py", "training/train.py"])
+def test_a_file_of_the_package_is_not_a_program_that_silently_does_nothing(file):
+    done = subprocess.run(
+        [sys.executable, PACKAGE / file, "train"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{PACKAGE / file} is not a program; run: ")
+    assert done.stderr.endswith(" train\n")
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_file_of_the_package_is_answered_with_torchrun_s_command(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"),
+            *(PACKAGE / "cli.py", "train"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    command = "torchrun ... -m lockstep_gpt train"
+    line = f"{PACKAGE / 'cli.py'} is not a program; run: {command}\n"
+    assert done.stderr.startswith(line), done.stderr
+    assert line in done.stderr.partition("Root Cause")[2]
+
+
+def test_a_class_that_cannot_be_imported_is_named_once(capfd):
+    target = "lightning.pytorch.callbacks.EarlyStoping"
+    with pytest.raises(UserError, match=f"^_target_={target} can't be imported; correct it"):
+        build({"_target_": target}, {})
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_torchrun_repeats_a_mistake_as_the_cause(command):
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lockstep_gpt"]
+    process = command.start_python(*words, *command.smoke("trainer=cpu", "batch.global_size=7"))
+    _, err = process.communicate(timeout=240)
+    cause = err.partition("Root Cause")[2]
+    assert f"{PROGRAM} train: batch.global_size=7 is not divisible by 2 devices" in cause
+
+
+def test_a_sweep_prints_each_job_once_and_marks_the_lowest_loss(command):
+    out = command.train("-m", "optim.lr=1e-3,2e-3", "max_steps=2", "run_dir=sweep").stdout
+    assert out.count("job 1: launch.inline=True optim.lr=0.002") == 1
+    assert "#1 :" not in out  # Hydra's own line
+    losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 1)]
+    rows = out.splitlines()[-2:]
+    assert rows[losses.index(min(losses))].endswith("  (lowest)")
+    assert out.count("(lowest)") == 1
