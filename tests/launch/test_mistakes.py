@@ -141,7 +141,7 @@ def test_yaml_that_cannot_be_parsed_is_named_by_file_and_line(recipe, text, numb
         ("seed=1,2", "To sweep over it, add --multirun to your command line"),
         ("run_name=${nope}", "Interpolation key 'nope' not found"),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
-        ("~model", "model"),
+        ("~model", "Key 'model' is not in struct full_key: hydra.runtime.choices.model"),
         ("trainer.profiler=simple", "To append to your config use +trainer.profiler=simple"),
         ("hydra.zz=3", "Could not override 'hydra.zz'."),
         ("--config-name smoke", "Cannot find primary config 'smoke'."),

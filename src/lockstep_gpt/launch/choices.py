@@ -46,7 +46,7 @@ def did_you_mean(word: str, known: list[str], prefix: str = "", cutoff: float = 
 def suggested_setting(path: str) -> str:
     """Suggest the setting that has this name in another group, or the nearest."""
     parent, dot, name = path.rpartition(".")
-    known = [*all_settings(), *group_names()]
+    known = sorted({*all_settings(), *group_names()} - {"hydra"})
     same = [setting for setting in known if setting.rpartition(".")[2] == name]
     if 0 < len(same) <= MOST_NAMES:
         return f"; did you mean {' or '.join(same)}?"

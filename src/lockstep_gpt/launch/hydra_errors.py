@@ -102,10 +102,13 @@ def _unknown_choice(error: MissingConfigException) -> str | None:
 
 def _unknown_setting(path: str, value: str) -> str | None:
     """Return that there is no such setting, and the nearest; None if Hydra's text is better."""
+    group = path.partition(".")[0]
     parent, _, name = path.rpartition(".")
+    if group == "hydra":
+        return None
     if parent == "trainer" and name in OWNED_TRAINER_KEYS:
         return owned_key_line(name, value)
-    extra = extra_of_group(path.partition(".")[0])
+    extra = extra_of_group(group)
     if extra is not None:
         return f"{path}={value} needs {how_to_add(extra)}"
     owners = choices.all_settings().get(path)
@@ -117,7 +120,7 @@ def _unknown_setting(path: str, value: str) -> str | None:
     near = choices.suggested_setting(path)
     if near:
         return f"unknown setting {path}{near}"
-    if path.partition(".")[0] in (*OPEN_GROUPS, "hydra"):
+    if group in OPEN_GROUPS:
         return None  # Hydra says how to add it
     return f"unknown setting {path}; to see all settings, run: {PROGRAM} train --cfg job"
 

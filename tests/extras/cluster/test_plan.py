@@ -63,7 +63,7 @@ def test_the_output_names_assumptions_and_sources(screen):
     _, out, _ = screen(*SMALL, "--hardware", "a100-80", "--utilisation", "0.55")
     facts = dict(line.split(maxsplit=1) for line in out.split("\n\n")[0].splitlines())
     assert facts["assumed"].startswith("0.55 of the peak in forward and backward")
-    assert "Small ones reach far less" in out
+    assert "is planned with the same utilization. Measure yours" in out
     assert facts["source"] == HARDWARE["a100-80"].source
     assert "the Chinchilla point, 20 per parameter" in facts["tokens"]
 

@@ -23,6 +23,7 @@ from lockstep_gpt.training.schedule import BatchPlan
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(
+    layers=12,
     flops_per_token=10**9,
     gradients=[40 * MIB] * 4,
     states=States(160 * MIB, 160 * MIB, 320 * MIB),
@@ -238,6 +239,17 @@ def test_half_precision_on_the_way_halves_the_exchange():
         for share in (1.0, 0.5)
     )
     assert half.all_reduce == pytest.approx(full.all_reduce / 2)
+
+
+def test_a_small_micro_batch_takes_as_long_as_the_host_starts_its_kernels():
+    small, split = (
+        step_time(
+            replace(WORK, flops_per_token=1000), replace(spread(1), accumulation=count), IDEAL
+        )
+        for count in (1, 4)
+    )
+    assert small.compute == pytest.approx(12 * 0.3e-3)
+    assert split.compute == pytest.approx(4 * 12 * 0.3e-3)
 
 
 def test_an_update_moves_weights_gradients_and_moments_through_memory():

@@ -157,6 +157,7 @@ def _work(room: Room) -> Work:
     model = room.model
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
+        layers=config.model.n_layer,
         flops_per_token=model.flops_per_token,
         gradients=[weight.nbytes for weight in trained],
         states=room.alone.states,

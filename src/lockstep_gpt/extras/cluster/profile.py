@@ -59,6 +59,7 @@ def profile(
         source=f"doctor on {counted(ranks.world_size, 'rank')}{'' if shares else UNTRIED}",
         memory_share=1.0,
         utilisation=utilisation,
+        launch=0.0 if shares else Hardware.launch,  # what was measured includes it
         link_efficiency=1.0,
         context=_context(device),
         measured=True,

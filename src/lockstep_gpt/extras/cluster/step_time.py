@@ -170,6 +170,7 @@ def exposed_seconds(sizes: Sequence[int], seconds: Sequence[float], backward: fl
 class Work:
     """The work of a run, for any number of devices."""
 
+    layers: int
     flops_per_token: int
     gradients: list[int]  # bytes of each parameter's gradient, in the model's order
     states: States
@@ -186,12 +187,13 @@ class Work:
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     """Predict one optimizer step.
 
-    Forward and backward take their operations over the speed that is reached: the peak of the
-    precision, times the utilization.
+    Forward and backward take their operations over the speed that is reached, which is the peak of
+    the precision times the utilization, or as long as the host needs to start their kernels.
     """
     tokens = batch.micro_size * batch.block_size
     speed = hardware.flops(work.precision) * hardware.utilisation
-    micro_step = tokens * work.flops_per_token / speed / batch.tensor_parallel
+    operations = tokens * work.flops_per_token / batch.tensor_parallel
+    micro_step = max(operations / speed, work.layers * hardware.launch)
     compute = batch.accumulation * micro_step
     moved = update_seconds(work, hardware)
     products = muon_seconds(work, hardware)

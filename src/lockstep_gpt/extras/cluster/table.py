@@ -59,7 +59,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "source", device.source
     yield (
         "measured" if device.measured else "assumed",
-        f"{device.utilisation:.3g} of the peak in forward and backward, "
+        f"{device.utilisation:.3g} of the peak in forward and backward, but at least "
+        f"{device.launch * 1e3:.2g} ms per layer and micro-batch, "
         f"{device.memory_share:.2g} of the memory's rate in updates, "
         f"{device.link_efficiency:.2g} of the links' rate, "
         f"{device.context / GB:.2g} GB for the device's context, "
@@ -135,8 +136,8 @@ def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 _NOT_MODELLED = [
-    "Each model and micro-batch is planned with the same utilization. Small ones reach far less:",
-    "measure yours (doctor --save-profile), or set --utilisation.",
+    "Each model and micro-batch is planned with the same utilization. Measure yours (doctor",
+    "--save-profile), or set --utilisation.",
     "Efficiency counts only the time that ranks wait for links. It leaves out slow ranks, networks",
     "that are shared or narrower than their adapters, kernels slowed down by NCCL's, validation,",
     "saving (val+save), and restarts. These grow with the number of devices: measure before you",
