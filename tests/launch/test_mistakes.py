@@ -20,6 +20,7 @@ MODELS, STRATEGIES, LOGGERS, CALLBACKS, EXPERIMENTS = (
 NO_FLAG = "is not a flag; settings are NAME=VALUE, without dashes"
 SEE_ALL = f"to see all settings, run: {PROGRAM} train --cfg job"
 
+SAMPLE = "callbacks.sample._target_"
 UNKNOWN_NAMES = {
     "optim.lrr=1e-3": "unknown setting optim.lrr; did you mean optim.lr?",
     "max_step=3": "unknown setting max_step; did you mean max_steps?",
@@ -35,8 +36,7 @@ UNKNOWN_NAMES = {
     "strategy.bucket_cap_mb?",
     "logger.wandb.mod=off": "unknown setting logger.wandb.mod; did you mean logger.wandb.mode?",
     "logers.wandb.mode=off": "unknown setting logers.wandb.mode; did you mean logger.wandb.mode?",
-    "logger.project=x": "unknown setting logger.project; did you mean logger.trackio.project or "
-    "logger.wandb.project?",
+    "logger.project=x": "unknown setting logger.project; did you mean logger.wandb.project?",
     "qq.zz=3": f"unknown setting qq.zz; {SEE_ALL}",
     "batch.x.y=3": f"unknown setting batch.x.y; {SEE_ALL}",
     "strategy=fsdp2 strategy.comm_hook=fp16": "strategy.comm_hook is a setting of strategy=ddp, "
@@ -45,9 +45,8 @@ UNKNOWN_NAMES = {
     "+trainer.precision=64": "trainer.precision=64 cannot be set there; set precision instead",
     "+trainer.profile=simple": "trainer.profile=simple is not an argument of Lightning's Trainer; "
     "did you mean trainer.profiler?",
-    "callbacks.sample._target_=lockstep_gpt.run.callbacks.progress.Sampel": "callbacks.sample."
-    "_target_=lockstep_gpt.run.callbacks.progress.Sampel: lockstep_gpt.run.callbacks.progress has "
-    "no Sampel; did you mean Sample?",
+    f"{SAMPLE}=lockstep_gpt.data.order.Ordr": f"{SAMPLE}=lockstep_gpt.data.order.Ordr: "
+    "lockstep_gpt.data.order has no Ordr; did you mean Order?",
     "--mulitrun": f"--mulitrun {NO_FLAG}; did you mean --multirun?",
     "--devices=2": f"--devices=2 {NO_FLAG}; did you mean trainer.devices?",
     "-run_dir": f"-run_dir {NO_FLAG}; did you mean run_dir?",

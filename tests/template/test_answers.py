@@ -32,7 +32,7 @@ REFUSED = [
     ("package_name", "test", "Python's own library"),
     ("package_name", "compression", "Python's own library"),
     ("package_name", "pip", "dependency"),
-    ("package_name", "settings", "script"),
+    ("package_name", "update", "script"),
     ("package_name", "dev", "script"),
     ("package_name", "tests", "folder"),
     ("package_name", "configs", "folder"),
@@ -219,7 +219,7 @@ def test_typed_answers_are_kept_unchanged(generate, tmp_path):
 MISTAKES = {
     "project_name": "extra warm: begin",
     "project_slug": "git",
-    "package_name": "settings",
+    "package_name": "update",
     "description": "template-only: begin",
     "author": "extra warm: end",
     "email": "nobody",
@@ -266,7 +266,7 @@ def test_questions_that_end_in_a_mistake_leave_nothing(generate, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-NAMES = ["3D GPT", "12345", "1e3", "🚀", "~", "git", "torch", "class", "test", "settings", "con"]
+NAMES = ["3D GPT", "12345", "1e3", "🚀", "~", "git", "torch", "class", "test", "update", "con"]
 NAMES += ["A rather long name of a project that goes on and on", "x" * 60, "none", "Große Ω"]
 
 

@@ -48,7 +48,7 @@ def test_a_wheel_has_every_file_of_the_package_and_of_its_extras(tmp_path):
     ]
     expected = {name.as_posix() for path, name in [*sources, *configs] if path.suffix in PACKED}
     assert names == expected
-    for ending in (".yaml", ".html", ".json"):
+    for ending in (".yaml", ".html"):
         assert [name for name in names if "/extras/" in name and name.endswith(ending)]
 
 
