@@ -21,6 +21,7 @@ NO_FLAG = "is not a flag; settings are NAME=VALUE, without dashes"
 SEE_ALL = f"to see all settings, run: {PROGRAM} train --cfg job"
 
 SAMPLE = "callbacks.sample._target_"
+ORDER = "lockstep_gpt.data.order"
 UNKNOWN_NAMES = {
     "optim.lrr=1e-3": "unknown setting optim.lrr; did you mean optim.lr?",
     "max_step=3": "unknown setting max_step; did you mean max_steps?",
@@ -45,8 +46,7 @@ UNKNOWN_NAMES = {
     "+trainer.precision=64": "trainer.precision=64 cannot be set there; set precision instead",
     "+trainer.profile=simple": "trainer.profile=simple is not an argument of Lightning's Trainer; "
     "did you mean trainer.profiler?",
-    f"{SAMPLE}=lockstep_gpt.data.order.Ordr": f"{SAMPLE}=lockstep_gpt.data.order.Ordr: "
-    "lockstep_gpt.data.order has no Ordr; did you mean Order?",
+    f"{SAMPLE}={ORDER}.Ordr": f"{SAMPLE}={ORDER}.Ordr: {ORDER} has no Ordr; did you mean Order?",
     "--mulitrun": f"--mulitrun {NO_FLAG}; did you mean --multirun?",
     "--devices=2": f"--devices=2 {NO_FLAG}; did you mean trainer.devices?",
     "-run_dir": f"-run_dir {NO_FLAG}; did you mean run_dir?",
