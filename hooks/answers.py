@@ -23,7 +23,6 @@ EXTRAS = {
     "hub": "export to Hugging Face, and start from its models",
     "pages": "the report of a run, and a page that shows the all-reduce",
     "tasks": "accuracy on tasks, during training and afterward",
-    "warm": "ranks start faster, as forks of one process",
 }
 # Extras that an extra needs.
 NEEDS = {"chat": {"datasets", "hub"}}
@@ -35,7 +34,7 @@ RENAMED = {
     "seeing": "pages",
     "sizes": "cluster",
 }
-# Former extras that every project has now, and one that is gone: accepted, and ignored.
+# Former extras that every project has now, and two that are gone: accepted, and ignored.
 FORMER = {
     "apple",
     "compat",
@@ -55,6 +54,7 @@ FORMER = {
     "spawn",
     "sweep",
     "trackers",
+    "warm",
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long

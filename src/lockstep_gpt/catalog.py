@@ -51,7 +51,6 @@ CATALOG = {
         commands=("score",),
         choices=("callbacks=tasks",),
     ),
-    "warm": Offer("ranks start faster, as forks of one process", groups=("warm",)),
 }
 
 

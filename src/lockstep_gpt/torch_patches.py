@@ -73,11 +73,6 @@ def declared_arguments(operation: Any) -> Sequence[Any]:
     return list(operation._schema.arguments)
 
 
-def logs_specs_of(agent: Any) -> Any:
-    """Return where an elastic agent's ranks write, which a subclass that starts them must know."""
-    return agent._logs_specs
-
-
 def handle_signals_with(handler: Any) -> None:
     """Let torch's agents install `handler` for signals when they start ranks.
 

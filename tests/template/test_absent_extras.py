@@ -35,10 +35,6 @@ NAMED_IN = {
         "tests/extras/tasks/test_during_runs.py": "a report shows the accuracy, if it is there",
     },
     "tasks": {},
-    "warm": {
-        "src/lockstep_gpt/launch/supervise.py": "it starts agents with it, if it is there",
-        "tests/forked_python.py": "workers of pytest-xdist have a server of it",
-    },
 }
 
 
@@ -75,7 +71,7 @@ def text_of(name: str) -> str:
 def test_an_extra_s_file_is_in_one_of_its_three_places():
     assert owner("src/lockstep_gpt/extras/chat/configs/data/chat.yaml") == "chat"
     assert owner("docs/cluster.md") == owner("docs/cluster_sizes.svg") == "cluster"
-    assert owner("tests/extras/warm/test_fork.py") == "warm"
+    assert owner("tests/extras/tasks/test_runs.py") == "tasks"
     assert owner("docs/chatting.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
 
 

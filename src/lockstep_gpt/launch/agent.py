@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -44,9 +44,7 @@ FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 
 
 @standard_streams.never_failing()
-def main(
-    run: RunDirectory, node_rank: int = 0, agent_class: Callable[..., RankAgent] | None = None
-) -> int:
+def main(run: RunDirectory, node_rank: int = 0) -> int:
     """Run the ranks of `run` on this node with an agent; return the exit status."""
     name_callers_without_source()
     first_signal = FirstSignal()
@@ -63,7 +61,7 @@ def main(
             else:
                 rendezvous = _rendezvous_of_one_node(folder)
             _set_environment(config)
-            agent = (agent_class or RankAgent)(run, config, rendezvous, folder, first_signal)
+            agent = RankAgent(run, config, rendezvous, folder, first_signal)
             if has_peers:
                 machines.end_when_cut_off(agent, config, run, node_rank)
             pausing.pause_ranks(agent.live_ranks)

@@ -9,11 +9,11 @@ from lockstep_gpt.launch import compose
 
 
 @pytest.fixture
-def size_law(command, python_of_forks, cold):
+def size_law(command, python_of_forks):
     """Run the command in the test's folder; return its exit status and output."""
 
     def run(*words):
-        settings = [f"data.root={command.data_root}", "data.val_tokens=1024", *cold]
+        settings = [f"data.root={command.data_root}", "data.val_tokens=1024"]
         line = ["-m", "lockstep_gpt", "size_law", *words, *settings]
         return command.run_words([python_of_forks, *line])
 

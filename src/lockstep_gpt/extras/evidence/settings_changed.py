@@ -21,7 +21,7 @@ CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.l
 OTHERS = (
     *("run_dir", "run_name", "resume", "resume_force", "logger", "callbacks", "checkpoint"),
     *("guard", "launch", "strategy", "trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
-    *("val_every", "verbosity", "test", "peak_tflops", "pages", "warm", "data.root"),
+    *("val_every", "verbosity", "test", "peak_tflops", "pages", "data.root"),
 )
 
 
