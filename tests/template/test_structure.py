@@ -39,7 +39,6 @@ LAYERS = [
     "processes",
     "standard_streams",
     "stop_signals",
-    "pausing",
     "model",
     "data",
     "distributed",

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
+from lockstep_gpt import PROGRAM, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import (
@@ -64,7 +64,6 @@ def main(run: RunDirectory, node_rank: int = 0) -> int:
             agent = RankAgent(run, config, rendezvous, folder, first_signal)
             if has_peers:
                 machines.end_when_cut_off(agent, config, run, node_rank)
-            pausing.pause_ranks(agent.live_ranks)
             return agent.run_to_end(node_rank)
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from typing import Any
 
-from lockstep_gpt import pausing, stop_signals
+from lockstep_gpt import stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
@@ -31,10 +31,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the agent of this machine's ranks, and return the run's exit status."""
     summary_before = run.read_summary()
     received = stop_signals.received
-    # In its own session: a Ctrl-C reaches the ranks once, through us.
-    words = agent_program.command(run, node_rank)
-    environment = rank_environment(run.load())
-    agent = subprocess.Popen(words, env=environment, start_new_session=True)
+    agent = _start_agent(run, node_rank)
 
     def stop_at_once() -> None:
         if run.read_summary() == summary_before:
@@ -42,8 +39,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
         agent.send_signal(signal.SIGKILL)
 
     received.pass_on(agent.send_signal, stop_at_once)
-    with pausing.with_agent(agent):
-        ending = Ending(agent.wait())
+    ending = Ending(agent.wait())
     received.finish()
     summary_is_old = run.read_summary() == summary_before
     is_unfinished = ending.code == Exit.DONE and node_rank == 0 and summary_is_old
@@ -102,6 +98,12 @@ def _show_unsaved_stop(run: RunDirectory, status: int, node_rank: int = 0) -> No
     name = SIGNALS[Ending(status).stopped_by]
     hint = last_line.way_on(run, node_rank)
     logging.warning("stopped by %s before all ranks saved; %s", name, hint)
+
+
+def _start_agent(run: RunDirectory, node_rank: int) -> subprocess.Popen[bytes]:
+    # In its own session: a Ctrl-C reaches the ranks once, through us.
+    words = agent_program.command(run, node_rank)
+    return subprocess.Popen(words, env=rank_environment(run.load()), start_new_session=True)
 
 
 def rank_environment(config: Config) -> dict[str, str]:
