@@ -106,14 +106,3 @@ def _plain_values(node: yaml.Node | None, name: str) -> Iterator[tuple[str, yaml
     if isinstance(node, yaml.MappingNode):
         for key, child in node.value:
             yield from _plain_values(child, f"{name}.{key.value}".lstrip("."))
-
-
-def target_of(group: str, choice: str) -> str | None:
-    """Return the class that a choice of a group names; None if there is no such choice."""
-    path = yaml_files(group).get(choice)
-    if path is None:
-        return None
-    target_line = re.search(TARGET, path.read_text(encoding="utf-8"), re.MULTILINE)
-    if target_line is None:
-        return None
-    return target_line[1]

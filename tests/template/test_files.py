@@ -47,7 +47,6 @@ OURS = (
     "tests/ladder/test_pitfalls.py",
     "tests/ladder/test_readme.py",
     "tests/model/test_against_transformers.py",
-    "tests/run/test_migrations.py",
     "tests/scripts/test_dev.py",
     "tests/scripts/test_environments.py",
     "tests/scripts/test_slurm.py",

@@ -13,26 +13,6 @@ from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.launch.other_names import our_name
 from lockstep_gpt.training.trainer_settings import door_of
 
-# Choices of earlier versions -> what to do instead.
-GONE = {
-    ("strategy", "ddp_spawn"): (
-        "in a debugger, set launch.inline=true; in a notebook, call "
-        'lockstep_gpt.cli.main(["train", ...]), which starts ranks as processes'
-    ),
-}
-# Settings of earlier versions -> what to do instead.
-GONE_SETTINGS = {
-    "data.source": "choose the source as data=NAME",
-    "data.num_workers": "remove it: a thread reads batches ahead from files in memory",
-    "data.packing": "choose packing=documents or packing=stream",
-    "launch.warm": "set warm.enabled",
-    "model.lora_alpha": "set lora.alpha",
-    "model.lora_rank": "set lora.rank",
-    "model.mask_documents": "set documents.mask",
-    "model.size": "set size.weights",
-    "model.size_law": "set size.law",
-}
-
 
 def group_names() -> set[str]:
     """Return the names of the config groups."""

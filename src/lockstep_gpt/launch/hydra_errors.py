@@ -205,9 +205,6 @@ def _unknown_choice(group: str, choice: str, text: str) -> str:
     extra = extra_of_choice(group, choice)
     if extra is not None:
         return f"{group}={choice} needs {how_to_add(extra)}"
-    instead = choices.GONE.get((group, choice))
-    if instead is not None:
-        return f"{group}={choice} is gone; {instead}"
     available = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
     names = available[1].split() if available else sorted(yaml_files(group))
     near = _misplaced_file(group, choice, text) or choices.suggestion(choice, names)
@@ -248,9 +245,6 @@ def _unknown_setting(path: str, value: str) -> str:
     door = door_of(name) if parent == "trainer" else None
     if door is not None:
         return owned_key_line(name, value, door)
-
-    if path in choices.GONE_SETTINGS:
-        return f"{path} is gone; {choices.GONE_SETTINGS[path]}"
 
     settings = choices.settings_below(parent)
     owners = sorted(choice for choice, names in settings.items() if name in names)

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import yaml
 
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
@@ -89,20 +88,12 @@ ADAPTERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", ADAPTERS)
-def test_a_fine_tune_that_0_1_0_froze_resumes_and_generates_the_same_bits(
-    adapters, tuned, command, freeze_as_0_1_0
-):
+def test_a_fine_tune_resumes_and_generates_the_same_bits(adapters, tuned, command):
     tuned("run_dir=run", *ADAPTERS[adapters], "checkpoint.keep_last=2", "optim.lr=0.01")
     run = command.folder / "run"
     uninterrupted, half = state(command, "run"), state(command, "run", step=4)
     words = ("generate", "run", "--prompt", "add", "--length", "20")
     output = command(*words).stdout
-    freeze_as_0_1_0(run, "chat", "documents")
-    frozen = yaml.safe_load((run / "config.yaml").read_text())
-    assert frozen["model"]["mask_documents"] is True
-    assert frozen["model"]["lora_rank"] == (4 if ADAPTERS[adapters] else None)
-    assert not {"lora", "documents", "packing"} & {*frozen}
-    assert command(*words).stdout == output
     for path in run.glob("checkpoints/step=000008*"):
         path.unlink()
     (run / "summary.json").unlink()

@@ -14,7 +14,6 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
 )
 from lockstep_gpt.run.directory import RunDirectory, flat
-from lockstep_gpt.run.migrations import migrate
 
 CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
 # Settings that change neither the weights nor the rows of the log.
@@ -29,7 +28,7 @@ def refuse_changed_settings(run: RunDirectory, start: int) -> None:
     """Raise a `UserError` if the steps after `start` had other settings than the last ones."""
     if start:
         content = read_checkpoint(checkpoint_path(run.checkpoints, start))
-        before = dict(flat(with_defaults(migrate(content["config"]))))
+        before = dict(flat(with_defaults(content["config"])))
         after = dict(flat(with_defaults(run.values())))
         changed = [name for name in after if before.get(name) != after[name]]
     else:
