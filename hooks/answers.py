@@ -21,7 +21,6 @@ EXTRAS = {
     "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
     "hub": "export to Hugging Face, and start from its models",
     "pages": "the report of a run, and a page that shows the all-reduce",
-    "warm": "ranks start faster, as forks of one process",
 }
 # Former names of extras.
 RENAMED = {
@@ -53,6 +52,7 @@ FORMER = {
     "sweep",
     "tasks",
     "trackers",
+    "warm",
 }
 # A former extra -> extras that came with it, which its projects keep.
 CAME_WITH = {"chat": {"datasets", "hub"}}

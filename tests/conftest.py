@@ -52,7 +52,6 @@ ON_TWO_RANKS = (
 COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
-WARM = supervise.forking_servers() is not None
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
 PLUGINS = ("composition", "miniature")  # files of fixtures for all tests
 # Python's defaults: a command in this process should warn like one in a separate process.
@@ -89,7 +88,7 @@ class Command:
     folder: Path
     data_root: Path
     forks: str  # a `python` whose processes are forks
-    python: str | None = None  # starts agents and ranks; None: as users' commands do
+    python: str | None = None  # starts agents and ranks; None: the real Python
     _started: list[tuple[Any, list[IO[Any]]]] = field(default_factory=list, init=False)
 
     def elsewhere(self, folder: Path) -> Command:
@@ -416,27 +415,6 @@ def state(shared: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def servers() -> Iterator[None]:
-    """Let all commands of this worker share the server from which they fork their ranks.
-
-    It imports wandb, if installed, even for commands without wandb: a second server would take
-    five seconds.
-    """
-    with supervise.sharing_servers(), pytest.MonkeyPatch.context() as patch:
-        if WARM:
-            server = supervise.forking_servers()
-            fork = server.start
-
-            def fork_with_wandb(*positional: Any) -> Any:
-                target, arguments, words, environment, _, *streams = positional
-                modules = [*forked_python.OF_COMMANDS]
-                return fork(target, arguments, words, environment, modules, *streams)
-
-            patch.setattr(server, "start", fork_with_wandb)
-        yield
-
-
 @pytest.fixture(scope="session")
 def forks_of(shared: Path) -> Iterator[Callable[..., str]]:
     """Return a function that creates a named `python`, whose processes are forks with modules.
@@ -457,12 +435,6 @@ def forks_of(shared: Path) -> Iterator[Callable[..., str]]:
 def python_of_forks(forks_of: Callable[..., str]) -> str:
     """A `python` whose processes are forks with the imports of commands and ranks."""
     return forks_of("python")
-
-
-@pytest.fixture
-def cold() -> list[str]:
-    """Return overrides of runs whose processes are forks of our server: they need no other one."""
-    return ["warm.enabled=false"] if WARM else []
 
 
 @pytest.fixture
@@ -520,8 +492,8 @@ def data_root(shared: Path) -> Path:
 
 @pytest.fixture
 def command(tmp_path: Path, data_root: Path, python_of_forks: str) -> Iterator[Command]:
-    """The command; its processes are forks, by servers of the project or, without them, ours."""
-    command = Command(tmp_path, data_root, python_of_forks, None if WARM else python_of_forks)
+    """The command; its agents and ranks are forks."""
+    command = Command(tmp_path, data_root, python_of_forks, python_of_forks)
     yield command
     command.end()
 
@@ -530,17 +502,14 @@ def command(tmp_path: Path, data_root: Path, python_of_forks: str) -> Iterator[C
 def finished(shared: Path, data_root: Path, python_of_forks: str) -> tuple[Command, str]:
     """A finished run of the smoke experiment in `runs/first`, and its output."""
     folder = shared / "finished"
-    command = Command(folder, data_root, python_of_forks, None if WARM else python_of_forks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", python_of_forks)
-        return _once(command, FIRST.split(), "first")
+    command = Command(folder, data_root, python_of_forks, python_of_forks)
+    return _once(command, FIRST.split(), "first")
 
 
 @pytest.fixture(scope="session")
 def two(finished: tuple[Command, str]) -> tuple[Command, str]:
-    """The same on two ranks, in `runs/two` next to it; none of its processes is our fork."""
-    command = replace(finished[0], python=None)
-    return _once(command, [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
+    """The same on two ranks, in `runs/two` next to it."""
+    return _once(finished[0], [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
 
 
 def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:

@@ -8,13 +8,12 @@ open files, and passes signals on. It ends as the fork ends, and if it is killed
 Processes started with `sys.executable`, by torchrun or multiprocessing, are forks as well.
 
 The workers of pytest-xdist are forks, too, but to tests they look like processes of the real
-Python. Each has a server of the extra `warm` from the start: a fork as well.
+Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -37,18 +36,12 @@ READ_ON_IMPORT = (
 )
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
 PACKAGE = "lockstep_gpt"
-WARM = "lockstep_gpt.extras.warm"
-# `servers` of conftest.py asks for these, in order; each run imports the last one.
-OF_COMMANDS = ("wandb", "wandb.sdk.launch")
-if importlib.util.find_spec("wandb") is None:
-    OF_COMMANDS = ()
 PRELOADED = (
     "accelerate.commands.launch",
     "datasets",
     "hypothesis",
     "kubeflow_trainer_api.models",
     "kubernetes.config",
-    f"{WARM}.forking_agent",
     "lockstep_gpt.cli",
     "lockstep_gpt.launch.agent",
     "lockstep_gpt.launch.agent_program",
@@ -66,7 +59,8 @@ PRELOADED = (
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
     "transformers.models.gpt2.modeling_gpt2",
-    *OF_COMMANDS,
+    "wandb",
+    "wandb.sdk.launch",
 )
 FLAGS = {"-B", "-u"}  # those that a fork can also have
 PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -186,8 +180,6 @@ def _mattering(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _can_be(words: Sequence[str]) -> bool:
-    if [*words[:2]] == ["-m", f"{WARM}.program"]:  # its forks become children of their starter
-        return False
     first = next((word for word in words if word not in FLAGS), "-")
     return first in ("-c", "-m") or not first.startswith("-")
 
@@ -220,7 +212,6 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
     """
     import selectors
 
-    before = dict(os.environ)
     _load(modules)
     keepers: set[socket.socket] = set()
     selector = selectors.DefaultSelector()
@@ -247,7 +238,7 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
             connection.close()
             listener.close()
             selector.close()
-            _be(job, files, program, before)
+            _be(job, files, program)
         for number in files:
             os.close(number)
         ended = os.pidfd_open(pid)
@@ -290,18 +281,12 @@ def _load(modules: Sequence[str]) -> None:
     import gc
     import importlib
 
-    if not modules:
-        with contextlib.suppress(ImportError):
-            fork = importlib.import_module(f"{WARM}.fork")
-            fork.show_command_line()  # before any change to the environment
     # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     gc.disable()
     for module in modules or PRELOADED:
         with contextlib.suppress(ImportError):  # a project may do without
             importlib.import_module(module)
-    # Only a fork with one thread can fork its own server, and each bar's monitor is a thread.
-    importlib.import_module("tqdm").tqdm.monitor_interval = 0
     if not modules:
         _compose_once()
         _leave_plugins()
@@ -332,38 +317,13 @@ def _leave_plugins() -> None:
                 sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
 
 
-def _keep_server(before: dict[str, str], files: Sequence[int]) -> None:
-    """Fork the server of this worker's commands, while there is one thread.
-
-    Args:
-        before: the environment before the imports.
-        files: the worker's open files, which the server must not keep open.
-    """
-    if not (servers := sys.modules.get(f"{WARM}.server")):
-        return
-    ours, theirs = socket.socketpair()
-    if not (pid := os.fork()):
-        for number in (ours.fileno(), *files):
-            os.close(number)
-        servers.fork.forget_exit_handlers()  # those of our server would delete what all forks share
-        servers.fork.before_imports = before
-        servers.show_command_line([servers.PROGRAM, *OF_COMMANDS])
-        servers.serve(theirs)
-    theirs.close()
-    ours.settimeout(servers.ANSWER_SECONDS)
-    key = json.dumps([*OF_COMMANDS, servers.import_variables(before)], sort_keys=True)
-    servers._servers[key] = servers.Server(ours, servers.Child(pid))
-
-
-def _be(job: dict[str, Any], files: list[int], program: str, before: dict[str, str]) -> NoReturn:
+def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:
     """Be the requested process until its end."""
     import atexit
     import threading
 
     status: object = 1
     try:
-        if job["worker"]:
-            _keep_server(before, files)
         run = _settle_in(job, files, sys.executable if job["worker"] else program)
         run()
         status = 0
@@ -432,15 +392,11 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
         os.dup2(number, wanted)
         os.close(number)
     os.chdir(job["folder"])
-    memory = {name: text for name, text in os.environ.items() if name.startswith("MALLOC_")}
     os.environ.clear()
     os.environ.update(job["environment"])
     os.getppid = _parent_of(job)
     if processes := sys.modules.get(f"{PACKAGE}.processes"):  # the kernel would watch the server
         vars(processes)["_let_kernel_watch"] = processes._let_thread_watch
-    fork = sys.modules.get(f"{WARM}.fork")
-    if fork and not job["worker"]:  # then it forks its own server
-        vars(fork)["before_imports"] = {**os.environ, **memory}
     sys.executable = program
     multiprocessing.spawn.set_executable(program)
     atexit._clear()

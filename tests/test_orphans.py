@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.launch import supervise
 from lockstep_gpt.run import lock
 from lockstep_gpt.run.directory import RunDirectory
 
@@ -19,13 +18,10 @@ LONG = ("max_steps=99999", "checkpoint.every=2", "run_dir=run")
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "launch.max_restarts=0")
 WANDB = ("logger=wandb", "logger.wandb.mode=offline")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lockstep_gpt")
-WARM = supervise.forking_servers() is not None
-needs_warm = pytest.mark.skipif(not WARM, reason="needs the extra warm")
 # A part of the words with which a process was started: what it is.
 ROLES = {
     "agent": "agent_program",
     "rank": "rank_program",
-    "server of forks": "warm.program",
     "rank of torchrun": "lockstep_gpt train",
     "service of wandb": "wandb-core",
 }
@@ -85,20 +81,16 @@ def start(command):
 
 
 @pytest.fixture
-def launch(command, start, python_of_forks, monkeypatch):
-    """Start a long run with cold ranks, with warm ranks, or under torchrun."""
+def launch(command, start):
+    """Start a long run with an agent, or under torchrun."""
 
     def launch_run(how, *words, real=False):
         smoke = command.smoke(*LONG, *words)
         if how == "torchrun":
             return start([*TORCHRUN, *smoke, "trainer=cpu"], real)
         smoke += TWO
-        if WARM:
-            smoke.append(f"warm.enabled={str(how == 'warm').lower()}")
         if real:
             return start(["-m", "lockstep_gpt", *smoke], real)
-        if how == "cold":
-            monkeypatch.setattr(command, "python", python_of_forks)
         return LongRun(command.folder.resolve(), command.start(*smoke))
 
     return launch_run
@@ -130,27 +122,19 @@ def kill_if_alive(pid):
 
 # How ranks start; the process that must exist; the processes that are killed then.
 EARLY = [
-    ("cold", "command", "command"),
-    ("cold", "agent", "command"),
-    ("cold", "agent", "agent"),
-    ("cold", "rank", "agent"),
-    pytest.param("warm", "server of forks", "command", marks=needs_warm),
+    ("agent", "command", "command"),
+    ("agent", "agent", "command"),
+    ("agent", "agent", "agent"),
+    ("agent", "rank", "agent"),
     ("torchrun", "torchrun", "torchrun"),
     ("torchrun", "rank of torchrun", "torchrun"),
 ]
-EARLY_FORKS = [
-    pytest.param("warm", "agent", "command", marks=needs_warm),
-    pytest.param("warm", "rank", "agent", marks=needs_warm),
-]
 IN_TRAINING = [
-    ("cold", ["command"]),
-    ("cold", ["agent"]),
-    ("cold", ["rank"]),
+    ("agent", ["command"]),
+    ("agent", ["agent"]),
+    ("agent", ["rank"]),
     ("torchrun", ["torchrun"]),
     ("torchrun", ["rank of torchrun"]),
-    pytest.param("warm", ["rank"], marks=needs_warm),
-    pytest.param("warm", ["server of forks", "command"], marks=needs_warm),
-    pytest.param("warm", ["server of forks", "agent"], marks=needs_warm),
 ]
 
 
@@ -158,15 +142,6 @@ IN_TRAINING = [
 @pytest.mark.parametrize(("how", "moment", "victim"), EARLY)
 def test_a_kill_at_the_start_leaves_no_process(launch, wait_for, expect_end, how, moment, victim):
     run = launch(how, real=True)
-    wait_for(lambda: run.find(moment), poll=0.001)
-    kill_if_alive(run.find(victim)[0])
-    expect_end(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "moment", "victim"), EARLY_FORKS)
-def test_a_kill_before_training_leaves_no_fork(launch, wait_for, expect_end, how, moment, victim):
-    run = launch(how)
     wait_for(lambda: run.find(moment), poll=0.001)
     kill_if_alive(run.find(victim)[0])
     expect_end(run)
@@ -185,7 +160,7 @@ def test_kills_in_training_leave_no_process(launch, wait_for, expect_end, how, v
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [["rank"], ["service of wandb", "command"], ["command"]])
 def test_kills_leave_no_service_of_wandb(launch, wait_for, expect_end, victims):
-    run = launch("cold", *WANDB)
+    run = launch("agent", *WANDB)
     wait_for(run.is_training)
     for victim in victims:
         kill_if_alive(run.find(victim)[0])

@@ -32,8 +32,3 @@ def test_handlers_run_before_an_exit_without_teardown():
         "finalized",
         "handled",
     ]
-
-
-def test_a_fork_that_forgets_handlers_runs_none_of_them():
-    end = "python_patches.run_exit_handlers(); os._exit(0)"
-    assert printed_by(f"python_patches.forget_exit_handlers(); {end}") == []

@@ -213,9 +213,6 @@ BAD = {
     "strategy.comm_hook=no_such": "comm_hook=no_such is not one of none",
     "strategy.process_group_backend=no_such": "no_such is not one of null, nccl, gloo, mpi",
     "strategy.timeout_seconds=soon": "timeout_seconds=soon must be a number above 0",
-    "strategy=ddp_spawn": "strategy=ddp_spawn is gone; in a debugger, set launch.inline=true; in a "
-    'notebook, call lockstep_gpt.cli.main(["train", ...]), which starts ranks '
-    "as processes",
     "trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true needs GPUs, but this run uses cpu: "
     "torch synchronizes BatchNorm only there; set it to false",
 }

@@ -136,7 +136,7 @@ def test_machines_meet_again_if_one_stood_still_while_they_met(
     command, processes_of, is_alive, kill, wait_for, wait_for_checkpoint
 ):
     run = command.folder / "run"
-    command.python = None  # a fork's words are those of its server
+    command.python = None  # SIGSTOP would stop the `python` of a fork, not the fork
     machines = start_both(command, run, *LONG, f"launch.lost_seconds={LOST}")
     wait_for_checkpoint(run)
     agents = [only_process(processes_of, run, "agent_program", node) for node in (0, 1)]
@@ -182,7 +182,7 @@ def test_a_stop_before_all_machines_meet_ends_those_that_wait(
     command, processes_of, wait_for, node
 ):
     run = command.folder / "run"
-    command.python = None  # as above
+    command.python = None  # the files of a fork are not those of its `python`
     port = free_port()
     place = f"launch.rdzv_endpoint=127.0.0.1:{port}"
     machines = start_both(command, run, *LONG, place, "batch.global_size=9", expected=3)

@@ -3,10 +3,10 @@
 usage: python lab/benchmarks/kills.py [--kills 100] [--seed 1]
 
 Each run of two ranks loses one process at a random moment, from the start of the command on: the
-command or torchrun, the agent, the fork server, a rank, or wandb's service. Runs start in turn with
-warm ranks (the extra `warm`), with cold ones, and under torchrun. If the run has not finished, the
-same command is typed again. Prints a line per kill; exits with 1 if a process outlives its run by
-more than 10 s, or if the weights differ from those of an undisturbed run.
+command or torchrun, the agent, a rank, or wandb's service. Runs start in turn with an agent and
+under torchrun. If the run has not finished, the same command is typed again. Prints a line per
+kill; exits with 1 if a process outlives its run by more than 10 s, or if the weights differ from
+those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ WORDS = [
 ]
 TORCHRUN = ["-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", "--max-restarts=2"]
 LAUNCHES = {
-    "warm": [*TRAIN, *WORDS, f"trainer.devices={RANKS}"],
-    "cold": [*TRAIN, *WORDS, f"trainer.devices={RANKS}", "warm.enabled=false"],
+    "agent": [*TRAIN, *WORDS, f"trainer.devices={RANKS}"],
     "torchrun": [*TORCHRUN, *TRAIN, *WORDS],
 }
 KINDS = {  # a part of the command line: what a process is
     "torch.distributed.run": "torchrun",
     "agent_program": "agent",
-    "extras.warm": "fork server",
     "rank_program": "rank",
     "wandb": "wandb's service",
 }

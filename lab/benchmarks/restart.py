@@ -1,6 +1,6 @@
 """The time from `kill -9` of a rank to the run's next new step, part by part.
 
-usage: python lab/benchmarks/restart.py [--kills 12] [--only warm] [SETTING=VALUE ...]
+usage: python lab/benchmarks/restart.py [--kills 12] [SETTING=VALUE ...]
 
 Kills random ranks of one run of two at random moments: the model of quickstart, which tracks to
 wandb offline. A new step is one that no rank had computed before the kill. Each process notes the
@@ -40,7 +40,6 @@ TRAIN = [
     "launch.max_restarts=999",
     "+callbacks.steps._target_=noted_steps.Steps",
 ]
-LAUNCHES = {"warm": [], "cold": ["warm.enabled=false"]}
 # What each part ends with: a function, entered (>) or left (<), or the end of a step.
 PARTS = {
     "the agent has noticed": ">_end_others",
@@ -102,25 +101,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=12, help="of each launch (default: 12)")
     parser.add_argument("--seed", type=int, default=1, help="of the random kills")
-    parser.add_argument("--only", choices=LAUNCHES, help="one way to start ranks")
     options, settings = parser.parse_known_args()
-    columns = {}
-    repeated = {}
-    for launch in [options.only] if options.only else LAUNCHES:
-        with tempfile.TemporaryDirectory(prefix="restart-") as folder:
-            run = NotedRun(Path(folder), [*LAUNCHES[launch], *settings])
-            recoveries = run.hurt(options.kills, random.Random(options.seed))
-        columns[launch] = [recovery.seconds() for recovery in recoveries]
-        repeated[launch] = statistics.median(recovery.repeated() for recovery in recoveries)
-    print(f"{'':36}" + "".join(f"{launch:>9}" for launch in columns))
+    with tempfile.TemporaryDirectory(prefix="restart-") as folder:
+        recoveries = NotedRun(Path(folder), settings).hurt(
+            options.kills, random.Random(options.seed)
+        )
+    rows = [recovery.seconds() for recovery in recoveries]
     for part in PARTS:
-        medians = (statistics.median(row[part] for row in rows) for rows in columns.values())
-        print(f"{part:36}" + "".join(f"{median:9.3f}" for median in medians))
-    for name, figure in {"median": statistics.median, "largest": max}.items():
-        totals = (figure(sum(row.values()) for row in rows) for rows in columns.values())
-        print(f"{name + ' of the sum':36}" + "".join(f"{total:9.3f}" for total in totals))
-    numbers = "".join(f"{number:9g}" for number in repeated.values())
-    print(f"{'median number of steps again':36}{numbers}")
+        print(f"{part:36}{statistics.median(row[part] for row in rows):9.3f}")
+    sums = [sum(row.values()) for row in rows]
+    print(f"{'median of the sum':36}{statistics.median(sums):9.3f}")
+    print(f"{'largest of the sum':36}{max(sums):9.3f}")
+    repeated = statistics.median(recovery.repeated() for recovery in recoveries)
+    print(f"{'median number of steps again':36}{repeated:9g}")
     return 0
 
 

@@ -12,12 +12,8 @@ from timed_runs import COMMAND, command, measure_speed, new_folder, smoke
 GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it
 
 
-def smoke_through_warm_forks(job: Job) -> None:
-    """Run the smallest experiment as users do: an agent starts the ranks.
-
-    An error "Cannot re-initialize CUDA in forked subprocess" means that an import has initialized
-    CUDA in the process that ranks are forks of; `warm.enabled=false` avoids it.
-    """
+def smoke_through_an_agent(job: Job) -> None:
+    """Run the smallest experiment as users do: an agent starts the ranks."""
     run = smoke(job, "trainer.devices=1")
     job.say(f"val_loss {run.summary['val_loss']:.4f}", notes=run.receipt("devices", "strategy"))
 
@@ -81,7 +77,7 @@ STAGE = Stage(
     "Does it work?",
     570,
     [
-        Measurement("smoke run, ranks from warm forks", 90, smoke_through_warm_forks),
+        Measurement("smoke run, ranks of an agent", 90, smoke_through_an_agent),
         Measurement("DDP at world size 1", 90, ddp_at_world_size_one),
         Measurement("torchrun, 1 rank, default backend", 90, torchrun_with_one_rank),
         # The claim itself, early: the whole recipe's step.

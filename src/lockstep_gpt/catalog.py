@@ -37,7 +37,6 @@ CATALOG = {
         commands=("panel", "report"),
         choices=("callbacks=sync_panel",),
     ),
-    "warm": Offer("ranks start faster, as forks of one process", groups=("warm",)),
 }
 
 

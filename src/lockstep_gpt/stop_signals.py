@@ -16,7 +16,6 @@ from types import FrameType
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import STOP_SIGNALS
 
-CHANGED = (*STOP_SIGNALS, signal.SIGTSTP)  # their handlers
 REPEAT_SECONDS = 0.3  # less is one Ctrl-C: `timeout -s INT` signals a process and its group
 AT_ONCE = "\nstopping at once, without a save"
 
@@ -152,7 +151,7 @@ def restored() -> Iterator[None]:
     """Restore the handlers of signals afterward, for a caller that goes on."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # only it may have handlers
-        handlers = {signum: signal.getsignal(signum) for signum in CHANGED}
+        handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         yield
     finally:

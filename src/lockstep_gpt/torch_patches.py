@@ -68,11 +68,6 @@ def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
     return list(ddp.reducer._get_zeros_like_grad_buckets())
 
 
-def logs_specs_of(agent: Any) -> Any:
-    """Return where an elastic agent's ranks write, which a subclass that starts them must know."""
-    return agent._logs_specs
-
-
 def handle_signals_with(handler: Any) -> None:
     """Let torch's agents install `handler` for signals when they start ranks.
 

@@ -66,8 +66,8 @@ def with_tutorial_files(folder: Path, words: list[str]) -> list[str]:
 class Story:
     """Runs the lines of a page in one folder, which has the run of all pages, runs/first."""
 
-    def __init__(self, command, finished, python: str, cold: list[str]) -> None:
-        self.command, self.python, self.cold = command, python, cold
+    def __init__(self, command, finished, python: str) -> None:
+        self.command, self.python = command, python
         shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
         write_tutorial_files(command.folder)
         shutil.copytree(command.folder / "data/books", command.folder / "books")  # of other pages
@@ -102,7 +102,7 @@ class Story:
         shown = any(word.startswith("callbacks") for word in words)  # else short samples are enough
         words += [] if shown or goes_on else ["callbacks.sample.length=9"]
         alone = not any(word.startswith("trainer.devices=") for word in words)
-        return [*words, *(INLINE if alone else self.cold)]
+        return [*words, *(INLINE if alone else [])]
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def tutorial_words() -> Callable[[Path, list[str]], list[str]]:
 
 
 @pytest.fixture
-def story(command, finished, python_of_forks, cold):
+def story(command, finished, python_of_forks):
     if not (ROOT / "docs/tutorial.md").is_file():
         pytest.skip("no docs/tutorial.md here, which makes the texts of other pages")
-    return Story(command, finished, python_of_forks, cold)
+    return Story(command, finished, python_of_forks)

@@ -6,19 +6,16 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import Packing
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.sources.source import Source
-from lockstep_gpt.run.checkpoint import write_checkpoint
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """
@@ -45,38 +42,6 @@ def apart(command: Any) -> Callable[..., Any]:
         return command.start(*words, target="apart:main", **place, **environment)
 
     return start
-
-
-@pytest.fixture
-def freeze_as_0_1_0() -> Callable[[Path, str, str], None]:
-    """Rewrite a run's frozen settings, also in its checkpoints, as 0.1.0 would have written them.
-
-    The names are those of the presets of `data` and `packing`.
-    """
-
-    def former(values: dict[str, Any], source: str, packing: str) -> dict[str, Any]:
-        values = {**values}
-        documents = values.pop("documents", {})
-        values.pop("packing")
-        in_model = {
-            "lora_rank": None,
-            "lora_alpha": None,
-            "mask_documents": documents.get("mask", False),
-        }
-        data = {name: value for name, value in values["data"].items() if name != "_target_"}
-        data = {"source": source, "num_workers": 0, "packing": packing, **data}
-        return {**values, "model": {**values["model"], **in_model}, "data": data}
-
-    def rewrite(run: Path, source: str, packing: str) -> None:
-        frozen = run / "config.yaml"
-        values = former(yaml.safe_load(frozen.read_text(encoding="utf-8")), source, packing)
-        frozen.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-        for path in run.glob("checkpoints/*.ckpt"):
-            content = torch.load(path, weights_only=True)
-            content["config"] = former(content["config"], source, packing)
-            write_checkpoint(content, path)
-
-    return rewrite
 
 
 @pytest.fixture

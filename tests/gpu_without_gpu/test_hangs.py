@@ -35,12 +35,12 @@ def unfinished(state, bucket):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_hanging_all_reduce_shows_stacks_and_collectives(command, cold):
+def test_a_hanging_all_reduce_shows_stacks_and_collectives(command):
     (command.folder / "hanging.py").write_text(UNFINISHED)
     words = ("+callbacks.hanging._target_=hanging.Unfinished", "guard.stall_after=3", "run_dir=run")
     started = time.monotonic()
     environment = {"PYTHONPATH": str(command.folder), "TORCH_FR_BUFFER_SIZE": "50"}
-    said = command.train(*TWO, *cold, *words, status=1, **environment).stderr
+    said = command.train(*TWO, *words, status=1, **environment).stderr
     assert time.monotonic() - started < 100
     for rank in (0, 1):
         assert f"rank {rank}: no step for 3 s (guard.stall_after); its stack:" in said

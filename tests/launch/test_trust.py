@@ -68,12 +68,10 @@ def test_other_code_and_references_need_permission(node):
     assert trust.foreign_settings({"callbacks": {"one": node}})
 
 
-def test_a_class_that_a_file_in_configs_names_as_an_earlier_version_did_needs_no_permission(
-    tmp_path, monkeypatch
-):
+def test_a_class_that_a_file_in_configs_names_needs_no_permission(tmp_path, monkeypatch):
     run = {"callbacks": {"mine": {"_target_": "lockstep_gpt.run.callbacks.norm.Norm"}}}
     assert trust.foreign_settings(run)
-    lines = "mine:\n  _target_: lockstep_gpt.runtime.callbacks.norm.Norm\n"
+    lines = "mine:\n  _target_: lockstep_gpt.run.callbacks.norm.Norm\n"
     (tmp_path / "norm.yaml").write_text(lines)
     monkeypatch.setattr(trust, "config_folders", lambda: [tmp_path])
     assert not trust.foreign_settings(run)

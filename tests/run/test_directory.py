@@ -215,7 +215,7 @@ def test_a_frozen_file_that_was_cut_off_anywhere_is_refused(run):
 
 
 @pytest.mark.parametrize("gone", ["logger", "trainer", "data", "batch"])
-def test_a_frozen_file_of_an_earlier_version_that_lacks_a_group_is_refused(run, gone):
+def test_a_frozen_file_that_was_written_anew_without_a_group_is_refused(run, gone):
     groups = {name: {} for name in ("trainer", "strategy", "callbacks", "logger")}
     values = {**VALUES, **groups}
     run.create(values)

@@ -31,10 +31,6 @@ NAMED_IN = {
     "pages": {
         "tests/extras/datasets/test_document_runs.py": "it shows packed runs, if it is there",
     },
-    "warm": {
-        "src/lockstep_gpt/launch/supervise.py": "it starts agents with it, if it is there",
-        "tests/forked_python.py": "workers of pytest-xdist have a server of it",
-    },
 }
 
 
@@ -65,7 +61,7 @@ def text_of(name: str) -> str:
 def test_an_extra_s_file_is_in_one_of_its_three_places():
     assert owner("src/lockstep_gpt/extras/datasets/configs/data/mixture.yaml") == "datasets"
     assert owner("docs/cluster.md") == "cluster"
-    assert owner("tests/extras/warm/test_fork.py") == "warm"
+    assert owner("tests/extras/hub/test_runs.py") == "hub"
     assert owner("docs/hubs.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
 
 

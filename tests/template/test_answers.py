@@ -91,14 +91,14 @@ REFUSED = [
     ("wandb_entity", "a: b", "letters, digits and . _ -"),
     ("wandb_project", "..", "a folder, not a name"),
     ("wandb_entity", ".", "a folder, not a name"),
-    ("description", "extra warm: begin", "a mark that the template reads"),
+    ("description", "extra evidence: begin", "a mark that the template reads"),
     ("author", "template-only: end", "a mark that the template reads"),
-    ("description", "x <!-- extra warm --> |", "a mark that the template reads"),
+    ("description", "x <!-- extra evidence --> |", "a mark that the template reads"),
     ("project_name", "<!-- section of the living README: x -->", "a mark that the template reads"),
     ("extras", "", "is empty"),
     ("extras", "nothing", "is not one of"),
     ("extras", "none all", "is not one of"),
-    ("extras", "wram", "did you mean warm?"),
+    ("extras", "evidense", "did you mean evidence?"),
 ]
 ODD_TEXTS = [
     'O\'Reilly "net"',
@@ -217,20 +217,20 @@ def test_typed_answers_are_kept_unchanged(generate, tmp_path):
 
 
 MISTAKES = {
-    "project_name": "extra warm: begin",
+    "project_name": "extra evidence: begin",
     "project_slug": "git",
     "package_name": "update",
     "description": "template-only: begin",
-    "author": "extra warm: end",
+    "author": "extra evidence: end",
     "email": "nobody",
     "wandb_project": "..",
     "wandb_entity": "a/b",
-    "extras": "wram",
+    "extras": "evidense",
 }
 
 
 def test_a_rejected_answer_is_asked_again(generate, tmp_path):
-    right = ["3D GPT", "", "", "A line", "", "", "3", "its-runs", "", "warm", "no"]
+    right = ["3D GPT", "", "", "A line", "", "", "3", "its-runs", "", "evidence", "no"]
     again = {"project_slug": "its-slug", "package_name": "its_package", "author": "Its author"}
     typed = []
     questions = list(json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"])
@@ -253,7 +253,7 @@ def test_a_rejected_answer_is_asked_again(generate, tmp_path):
         "license": "BSD-3-Clause",
         "wandb_project": "its-runs",
         "wandb_entity": "",
-        "extras": "warm",
+        "extras": "evidence",
         "git_init": False,
     }
 

@@ -39,7 +39,6 @@ OURS = (
     "tests/gpu_without_gpu/test_compiled_variants.py",
     "tests/lab/",
     "tests/model/test_against_transformers.py",
-    "tests/run/test_migrations.py",
     "tests/scripts/test_dev.py",
     "tests/scripts/test_environments.py",
     "tests/scripts/test_slurm.py",

@@ -190,21 +190,21 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
     project, update, committed, git
 ):
     before = git(project, "ls-files").splitlines()
-    assert update(project, "--add", "warm").startswith("adds warm, removes nothing\n")
+    assert update(project, "--add", "hub").startswith("adds hub, removes nothing\n")
     committed(project)
-    assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
-    assert "setproctitle" in (project / "pyproject.toml").read_text("utf-8")
-    assert update(project, "--extras", "hub", "--add", "warm").startswith(
-        "adds hub, removes nothing\n"
+    assert (project / "src/my_gpt/extras/hub/pretrained.py").is_file()
+    assert "transformers>=" in (project / "pyproject.toml").read_text("utf-8")
+    assert update(project, "--extras", "pages", "--add", "hub").startswith(
+        "adds pages, removes nothing\n"
     )
     committed(project)
-    assert set(extras_of(project).split()) == {"hub", "warm"}
-    assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
-    assert update(project, "--remove", "warm").startswith("adds nothing, removes warm\n")
+    assert set(extras_of(project).split()) == {"hub", "pages"}
+    assert (project / "src/my_gpt/extras/hub/pretrained.py").is_file()
+    assert update(project, "--remove", "hub").startswith("adds nothing, removes hub\n")
     committed(project)
-    assert extras_of(project) == "hub"
-    assert not (project / "src/my_gpt/extras/warm").exists()
-    assert (project / "src/my_gpt/extras/hub").is_dir()
+    assert extras_of(project) == "pages"
+    assert not (project / "src/my_gpt/extras/hub").exists()
+    assert (project / "src/my_gpt/extras/pages").is_dir()
     update(project, "--remove", "all")
     committed(project)
     assert extras_of(project) == "none"
@@ -215,12 +215,12 @@ def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
 @pytest.mark.slow
 def test_extras_come_without_the_template_s_later_changes(project, upstream, update, committed):
     change(upstream, committed)
-    update(project, "--add", "warm")
+    update(project, "--add", "evidence")
     committed(project)
-    assert extras_of(project) == "warm"
+    assert extras_of(project) == "evidence"
     assert FIRST not in (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
     update(project, "--add", "hub", "--to", "HEAD")
-    assert set(extras_of(project).split()) == {"hub", "warm"}
+    assert set(extras_of(project).split()) == {"hub", "evidence"}
     assert (project / "src/my_gpt/model/gpt.py").read_text("utf-8").startswith(FIRST)
 
 
@@ -232,22 +232,22 @@ def test_former_names_in_a_record_and_on_the_command_line_are_understood(
     project = tmp_path / "my-gpt"
     assert extras_of(project) == "fsdp2 documents"
     output = update(project, "--add", "trackers mixtures export warm")
-    assert output.startswith("adds hub warm, removes nothing\n")
-    assert set(extras_of(project).split()) == {"datasets", "hub", "warm"}
+    assert output.startswith("adds hub, removes nothing\n")
+    assert set(extras_of(project).split()) == {"datasets", "hub"}
 
 
 def test_all_stays_all_until_one_is_removed():
     everything = choose("none", "all", "")["extras"]
-    assert everything == choose(everything, "warm", "")["extras"] == "all"
-    assert set(choose(everything, "", "warm")["extras"].split()) == {*EXTRAS} - {"warm"}
+    assert everything == choose(everything, "evidence", "")["extras"] == "all"
+    assert set(choose(everything, "", "evidence")["extras"].split()) == {*EXTRAS} - {"evidence"}
 
 
 @pytest.mark.parametrize(
     ("add", "remove", "message"),
     [
-        ("wram", "", "--add=wram is not one of .*; did you mean warm[?]"),
-        ("", "wram", "--remove=wram is not one of .*; did you mean warm[?]"),
-        ("", "warm", "--remove=warm is not in the project, whose extras are: hub"),
+        ("evidense", "", "--add=evidense is not one of .*; did you mean evidence[?]"),
+        ("", "evidense", "--remove=evidense is not one of .*; did you mean evidence[?]"),
+        ("", "evidence", "--remove=evidence is not in the project, whose extras are: hub"),
         ("", "fsdp2", "--remove=fsdp2 is not an extra: every project has it, or none does"),
         ("none", "", '--add=none adds nothing; .* update --remove "hub"'),
     ],
@@ -261,16 +261,16 @@ def test_extras_that_cannot_be_added_or_removed_are_rejected(add, remove, messag
 @pytest.mark.parametrize("option", ["--extras", "--remove"])
 def test_an_update_with_rejected_extras_changes_nothing(option, project, update, tree):
     before = tree(project)
-    refused = update(project, option, "wram", status=2)
+    refused = update(project, option, "evidense", status=2)
     name = option.replace("--extras", "--add")
-    line = f"dev.py: update: {name}=wram is not one of .*; did you mean warm[?]\n"
+    line = f"dev.py: update: {name}=evidense is not one of .*; did you mean evidence[?]\n"
     assert re.fullmatch(line, refused)
     assert tree(project) == before
 
 
 def test_several_names_without_quotes_are_answered_with_quotes(project, update):
-    refused = update(project, "--add", "warm", "hub", status=2)
-    assert re.fullmatch('.*: hub is not a path .*: --add "warm hub"\n', refused)
+    refused = update(project, "--add", "evidence", "hub", status=2)
+    assert re.fullmatch('.*: hub is not a path .*: --add "evidence hub"\n', refused)
 
 
 # What an owner writes: new files, and lines in files of the template.

@@ -37,7 +37,6 @@ LAYERS = [
     "processes",
     "standard_streams",
     "stop_signals",
-    "pausing",
     "model",
     "data",
     "distributed",
@@ -50,8 +49,6 @@ LAYERS = [
     "__main__",
     "extras",
 ]
-# It names classes only as the text that it replaces in frozen configurations.
-MIGRATIONS = f"{PACKAGE}.run.migrations"
 # The core looks for extras in this folder, whose own file is empty.
 MAY_LOOK_UP = ("lockstep_gpt.registry", "lockstep_gpt.extras")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -114,10 +111,7 @@ def imports(nodes: Iterable[ast.AST], modules: Iterable[str]) -> Iterator[str]:
 
 
 def targets(source: str, modules: Iterable[str]) -> Iterator[str]:
-    """Yield the strings that name a module of ours, or a name in it.
-
-    Not the keys of dicts: `MOVED` has the places of earlier versions there.
-    """
+    """Yield the strings that name a module of ours, or a name in it, except keys of dicts."""
     nodes = list(ast.walk(parsed(source)))
     keys = {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
     parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -158,8 +152,6 @@ def uses(name: str, sources: dict[str, str]) -> set[str]:
     source = sources[name]
     tree = parsed(source)
     named = {located(target, sources)[0] for target in targets(source, sources)}
-    if name == MIGRATIONS:
-        named = set()
     types = for_types_only(tree) if name == f"{PACKAGE}.registry" else set()
     nodes = [node for node in ast.walk(tree) if node not in types]
     return {*imports(nodes, sources), *named} - {name, ""}
@@ -334,7 +326,6 @@ def test_an_extra_is_named_by_nothing_outside_it():
         short = extra.removeprefix(f"{PACKAGE}.extras.")
         name = re.compile(rf"\bextras[./]{short}\b|\bextras import {short}\b")
         outside = [each for each in OURS if not f"{each}.".startswith(f"{extra}.")]
-        outside.remove(MIGRATIONS)
         assert [each for each in outside if name.search(OURS[each])] == [], extra
 
 

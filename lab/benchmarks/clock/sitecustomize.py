@@ -16,7 +16,6 @@ from noted import note
 
 PLACES = {
     "lockstep_gpt.launch.agent": ["RankAgent._end_others", "RankAgent._start_workers"],
-    "lockstep_gpt.extras.warm.forking_agent": ["WarmAgent._start_workers"],
     "lockstep_gpt.launch.rank_program": ["run_rank"],
     "lockstep_gpt.training.train": [
         "assemble",

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from lockstep_gpt import PROGRAM, pausing, processes, standard_streams, stop_signals
+from lockstep_gpt import PROGRAM, processes, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import (
@@ -44,9 +44,7 @@ FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 
 
 @standard_streams.never_failing()
-def main(
-    run: RunDirectory, node_rank: int = 0, agent_class: Callable[..., RankAgent] | None = None
-) -> int:
+def main(run: RunDirectory, node_rank: int = 0) -> int:
     """Run the ranks of `run` on this node with an agent; return the exit status."""
     name_callers_without_source()
     first_signal = FirstSignal()
@@ -63,10 +61,9 @@ def main(
             else:
                 rendezvous = _rendezvous_of_one_node(folder)
             _set_environment(config)
-            agent = (agent_class or RankAgent)(run, config, rendezvous, folder, first_signal)
+            agent = RankAgent(run, config, rendezvous, folder, first_signal)
             if has_peers:
                 machines.end_when_cut_off(agent, config, run, node_rank)
-            pausing.pause_ranks(agent.live_ranks)
             return agent.run_to_end(node_rank)
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lockstep_gpt import PROGRAM, standard_streams, stop_signals
 from lockstep_gpt.config import LEVELS
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
-from lockstep_gpt.launch import compose, launcher, resolving, resume, start, supervise
+from lockstep_gpt.launch import compose, launcher, resolving, resume, start
 from lockstep_gpt.launch.arguments import MULTIRUN
 from lockstep_gpt.processes import print_error
 from lockstep_gpt.run.directory import RunDirectory
@@ -132,7 +132,7 @@ def _run_jobs(
             raise _SweepStopped
         return metric
 
-    with supervise.sharing_servers(), contextlib.suppress(_SweepStopped):
+    with contextlib.suppress(_SweepStopped):
         compose.run(arguments, run_job)
     if len(results) > 1:
         _print_table(results)

@@ -7,12 +7,11 @@ import signal
 import subprocess
 from typing import Any
 
-from lockstep_gpt import pausing, stop_signals
+from lockstep_gpt import stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
-from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import release_memory
@@ -32,18 +31,16 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the agent of this machine's ranks, and return the run's exit status."""
     summary_before = run.read_summary()
     received = stop_signals.received
-    with sharing_servers():  # kept alive: it created what its forks share
-        agent = _start_agent(run, node_rank)
+    agent = _start_agent(run, node_rank)
 
-        def stop_at_once() -> None:
-            if run.read_summary() == summary_before:
-                stop_signals.say(stop_signals.AT_ONCE)
-            agent.send_signal(signal.SIGKILL)
+    def stop_at_once() -> None:
+        if run.read_summary() == summary_before:
+            stop_signals.say(stop_signals.AT_ONCE)
+        agent.send_signal(signal.SIGKILL)
 
-        received.pass_on(agent.send_signal, stop_at_once)
-        with pausing.with_agent(agent):
-            ending = Ending(agent.wait())
-        received.finish()
+    received.pass_on(agent.send_signal, stop_at_once)
+    ending = Ending(agent.wait())
+    received.finish()
     summary_is_old = run.read_summary() == summary_before
     is_unfinished = ending.code == Exit.DONE and node_rank == 0 and summary_is_old
     status = _status_of(ending, received.first, is_unfinished)
@@ -103,32 +100,10 @@ def _show_unsaved_stop(run: RunDirectory, status: int, node_rank: int = 0) -> No
     logging.warning("stopped by %s before all ranks saved; %s", name, hint)
 
 
-def _start_agent(run: RunDirectory, node_rank: int) -> Any:
-    """Start the agent: a fork of a process that has imported everything, or a new process."""
-    config = run.load()
-    environment = rank_environment(config)
-    servers = forking_servers()
-    if servers is not None:
-        forked_agent = servers.start_agent(run, node_rank, config, environment)
-        if forked_agent is not None:
-            return forked_agent
+def _start_agent(run: RunDirectory, node_rank: int) -> subprocess.Popen[bytes]:
     # In its own session: a Ctrl-C reaches the ranks once, through us.
     words = agent_program.command(run, node_rank)
-    return subprocess.Popen(words, env=environment, start_new_session=True)
-
-
-def sharing_servers() -> contextlib.AbstractContextManager[None]:
-    """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
-    servers = forking_servers()
-    if servers is None:
-        return contextlib.nullcontext()
-    sharing: contextlib.AbstractContextManager[None] = servers.keep_servers()
-    return sharing
-
-
-def forking_servers() -> Any:
-    """Return the module that forks agents from a process that has imported everything, or None."""
-    return optional_part("warm", "server")
+    return subprocess.Popen(words, env=rank_environment(run.load()), start_new_session=True)
 
 
 def rank_environment(config: Config) -> dict[str, str]:

@@ -11,7 +11,6 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.config_files import config_folders
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory, flat, some_of
-from lockstep_gpt.run.migrations import place_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
@@ -21,8 +20,7 @@ def foreign_settings(values: dict[str, Any]) -> list[str]:
     """Return settings of targets that neither configs/ nor Lightning has, and all references."""
     files = [path for folder in config_folders() for path in folder.rglob("*.yaml")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
-    # An owner's file may still have the name of an earlier version; a run's settings don't.
-    our_targets = [place_of(target) for target in re.findall(r"_target_: (\S+)", text)]
+    our_targets = re.findall(r"_target_: (\S+)", text)
     settings = list(flat(values))
     nodes = []  # prefixes of the settings to return
     for name, value in settings:

@@ -24,7 +24,6 @@ from lockstep_gpt.damaged_files import read_object, readable
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.frozen_file import frozen_text, read_frozen
 from lockstep_gpt.run.lock import RunLock
-from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
 logger = logging.getLogger(__name__)
@@ -259,10 +258,10 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
     current = dict(flat(with_defaults(ours)))
     identity = settings_on_resume("kept", current.get("data._target_"))
-    # Settings that were null, or that an earlier version didn't have, are still open.
+    # Settings that were null, or that were not there yet, are still open.
     decided = {
         name: value
-        for name, value in flat(with_defaults(migrate(saved)))
+        for name, value in flat(with_defaults(saved))
         if name in identity and value is not None
     }
     differing = differences(decided, {name: current.get(name) for name in decided}, free=())

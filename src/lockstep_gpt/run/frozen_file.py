@@ -1,5 +1,6 @@
 """A run's frozen configuration as text: it shows whether it is whole."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,11 @@ import yaml
 from lockstep_gpt.config import without_defaults
 from lockstep_gpt.damaged_files import readable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.migrations import migrate
 
 # Its first and last line; a copy that was cut off has only the first.
 BEGIN = "# The run's frozen configuration\n"
 END = "# The end of the frozen configuration\n"
-# Groups that every frozen file has, also one of an earlier version, which has no such lines.
+# Groups that every frozen file has, also one that was written anew, without such lines.
 GROUPS = ("batch", "model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
 
@@ -24,19 +24,17 @@ def frozen_text(values: dict[str, Any]) -> str:
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
-    """Return the values in a run's `config.yaml`, as this version would have frozen them.
+    """Return the values in a run's `config.yaml`.
 
     Raises:
-        UserError: the file is missing, unreadable, or damaged, or it needs an absent extra.
+        UserError: the file is missing, unreadable, or damaged.
     """
     with readable(path):
         if not path.exists():
             raise UserError(f"{path.parent} is not a run directory: it has no {path.name}")
         content = path.read_bytes()
     try:
-        return migrate(_whole_values(content.decode()))
-    except UserError:
-        raise
+        return _whole_values(content.decode())
     except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError):
         raise UserError(f"{path} is damaged; restore the original") from None
 
@@ -50,4 +48,5 @@ def _whole_values(text: str) -> dict[str, Any]:
         is_whole = all(name in values for name in GROUPS)
     if not is_whole or not all(isinstance(values.get(name, {}), dict) for name in GROUPS):
         raise ValueError("some values are missing")
+    json.dumps(values, default=str)  # a ValueError if they contain themselves
     return values

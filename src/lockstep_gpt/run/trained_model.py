@@ -18,7 +18,6 @@ from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.directory import literal
-from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.run.source_code import changes_since
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
 
     content = read_checkpoint(path)
     tokenizer = from_dict(content["tokenizer"])
-    frozen = migrate(literal(content["config"]))
+    frozen = literal(content["config"])
     needed = (*NEEDED, *catalog.GROUPS)
     config = from_container({name: frozen[name] for name in needed if name in frozen}, path)
     model = build_gpt(config.model, tokenizer.vocab_size)

@@ -26,7 +26,6 @@ from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.directory import literal, refuse_another_identity
-from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.run.resuming import (
     apply_settings,
     refuse_lost_numbers,
@@ -95,7 +94,7 @@ class GPTModule(lightning.LightningModule):
         path = find_checkpoint(Path(checkpoint_path))
         # Another Trainer writes no checksum.
         content = read_checkpoint(path, map_location, needs_sum=False)
-        config = from_container(migrate(literal(content["config"])), path)
+        config = from_container(literal(content["config"]), path)
         batch = plan_batch(config.batch, config.model.block_size, 1, 1)
         module = cls(config, plan_schedule(config, batch), from_dict(content["tokenizer"]))
         module.load_state_dict(content["state_dict"])

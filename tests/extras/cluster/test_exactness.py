@@ -12,10 +12,10 @@ from lockstep_gpt.run.directory import RunDirectory
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
-def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys, cold):
+def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys):
     short = ["data.val_tokens=512", "callbacks.sample.length=1"]  # 8 validation batches
     status = cli.main(
-        ["drill", "exact", "--ranks", "1,2", "--steps", "40", *short, "model.n_layer=1", *cold]
+        ["drill", "exact", "--ranks", "1,2", "--steps", "40", *short, "model.n_layer=1"]
     )
     printed = capsys.readouterr()
     assert status == 0, printed

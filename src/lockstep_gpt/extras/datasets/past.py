@@ -11,7 +11,6 @@ from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.run.directory import differences, some_of
-from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
@@ -45,8 +44,7 @@ def keep_past(checkpoint: dict[str, Any], config: Config, folder: Path) -> None:
             "the sources of this run took turns by the rule of an earlier version; finish it with "
             "that version, or set resume=PATH and another run_dir to go on from a checkpoint"
         )
-    saved = migrate(checkpoint["config"])
-    before: Any = from_container(saved)
+    before: Any = from_container(checkpoint["config"])
     changed = differences(_sources(before.data), _sources(config.data), free=())
     if changed:
         raise UserError(

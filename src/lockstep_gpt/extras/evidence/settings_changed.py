@@ -14,14 +14,13 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
 )
 from lockstep_gpt.run.directory import RunDirectory, flat
-from lockstep_gpt.run.migrations import migrate
 
 CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
 # Settings that change neither the weights nor the rows of the log.
 OTHERS = (
     *("run_dir", "run_name", "resume", "resume_force", "logger", "callbacks", "checkpoint"),
     *("guard", "launch", "strategy", "trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
-    *("val_every", "verbosity", "test", "peak_tflops", "pages", "warm", "data.root"),
+    *("val_every", "verbosity", "test", "peak_tflops", "pages", "data.root"),
 )
 
 
@@ -29,7 +28,7 @@ def refuse_changed_settings(run: RunDirectory, start: int) -> None:
     """Raise a `UserError` if the steps after `start` had other settings than the last ones."""
     if start:
         content = read_checkpoint(checkpoint_path(run.checkpoints, start))
-        before = dict(flat(with_defaults(migrate(content["config"]))))
+        before = dict(flat(with_defaults(content["config"])))
         after = dict(flat(with_defaults(run.values())))
         changed = [name for name in after if before.get(name) != after[name]]
     else:

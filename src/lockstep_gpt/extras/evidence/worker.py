@@ -1,4 +1,4 @@
-"""A process that trains runs of a comparison one after another; they share a warm start."""
+"""A process that trains runs of a comparison one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from lockstep_gpt import cli, processes
-from lockstep_gpt.launch import supervise
 
 
 def main(parent: str) -> None:
@@ -20,16 +19,15 @@ def main(parent: str) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # runs don't read requests
-    with supervise.sharing_servers():
-        for line in requests:
-            request = json.loads(line)
-            with Path(request["log"]).open("wb") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            status = cli.main(request["words"])
-            sys.stdout.flush()
-            answers.write(f"{status}\n")
-            answers.flush()
+    for line in requests:
+        request = json.loads(line)
+        with Path(request["log"]).open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        status = cli.main(request["words"])
+        sys.stdout.flush()
+        answers.write(f"{status}\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

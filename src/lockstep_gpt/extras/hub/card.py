@@ -12,7 +12,6 @@ from lockstep_gpt.damaged_files import read_informative_object
 from lockstep_gpt.data.data_settings import data_class
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.loggers.tracking import git_state
-from lockstep_gpt.run.migrations import migrate
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
 MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export
@@ -80,7 +79,7 @@ def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str,
     measured = f"{loss:.4f} nats per token" if loss is not None else "not measured"
     return [
         ("model", f"{size}, context of {config.block_size}"),
-        ("data", _data(migrate(content["config"])["data"])),
+        ("data", _data(content["config"]["data"])),
         ("tokens seen", seen),
         ("validation loss", measured),
         ("checkpoint", f"`{source.name}`"),

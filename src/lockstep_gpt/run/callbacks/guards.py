@@ -6,11 +6,13 @@ import contextlib
 import faulthandler
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TextIO
 
 import torch
@@ -24,7 +26,6 @@ from lockstep_gpt.distributed.ranks import backend_of
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.pausing import PauseNotice
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
@@ -34,7 +35,6 @@ from lockstep_gpt.torch_patches import BatchNorm
 logger = logging.getLogger(__name__)
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
-PAUSE_SECONDS = 5  # from the notice of a pause until this process has surely paused
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does
 
 
@@ -49,8 +49,8 @@ class Guards(StepCallback):
     compares_saved: bool = field(default=True, init=False)  # whether it compares what is saved
     _last_progress: float = field(default=0.0, init=False)  # clock
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
-    _pauses: PauseNotice | None = field(default=None, init=False)
     _watcher: threading.Thread | None = field(default=None, init=False)
+    _on_pause_before: Any = field(default=signal.SIG_DFL, init=False)  # handler of SIGTSTP
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start a thread that only watches the clock."""
@@ -60,9 +60,8 @@ class Guards(StepCallback):
         self._last_progress = time.monotonic()
         if self.config.guard.stall_after is not None:
             limit = stall_limit(self.config, self.config.guard.stall_after)
-            self._pauses = PauseNotice()
-            words = [limit, self._pauses]
-            self._watcher = threading.Thread(target=self._watch, args=words, daemon=True)
+            self._on_pause_before = signal.signal(signal.SIGTSTP, self._pause)
+            self._watcher = threading.Thread(target=self._watch, args=[limit], daemon=True)
             self._watcher.start()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
@@ -91,15 +90,24 @@ class Guards(StepCallback):
     def on_train_end(self, *_arguments: Any) -> None:
         """Stop watching."""
         self._ended.set()
-        if self._pauses and self._watcher:
-            self._pauses.stop()
+        if self._watcher:
             self._watcher.join()  # it may need to cancel faulthandler
-            self._pauses.close()
-            self._pauses = None
+            self._watcher = None
+            signal.signal(signal.SIGTSTP, self._on_pause_before)
 
     on_exception = on_train_end  # type: ignore[assignment]
 
-    def _watch(self, stall_after: float, pauses: PauseNotice) -> None:
+    def _pause(self, _signum: int, _frame: FrameType | None) -> None:
+        """Pause as Ctrl-Z does, but without faulthandler, whose clock would go on.
+
+        Only `launch.inline=true` has a rank in the terminal's session.
+        """
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._pause)
+
+    def _watch(self, stall_after: float) -> None:
         """End the process after a stall; if this thread hangs too, faulthandler's thread does.
 
         Its clock, unlike that of faulthandler, stands still while the process is paused.
@@ -108,9 +116,7 @@ class Guards(StepCallback):
         last_look = time.monotonic()
         while not self._ended.is_set():
             faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
-            if pauses.comes_within(interval):
-                faulthandler.cancel_dump_traceback_later()
-                self._ended.wait(PAUSE_SECONDS)
+            self._ended.wait(interval)
             now = time.monotonic()
             self._last_progress += max(0.0, now - last_look - interval)
             last_look = now
