@@ -73,6 +73,11 @@ def declared_arguments(operation: Any) -> Sequence[Any]:
     return list(operation._schema.arguments)
 
 
+def processes_of(agent: Any) -> Any:
+    """Return what manages the processes of an elastic agent's ranks; None before they start."""
+    return agent._pcontext
+
+
 def handle_signals_with(handler: Any) -> None:
     """Let torch's agents install `handler` for signals when they start ranks.
 
