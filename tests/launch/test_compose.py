@@ -125,10 +125,10 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
     assert (config.trainer["accelerator"], config.max_steps, config.optim.lr) == ("cpu", 7, 0.5)
 
 
-@pytest.mark.parametrize("argument", ["lora.rank=8"])
+@pytest.mark.parametrize("argument", ["documents.mask=true"])
 def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
     monkeypatch.setattr(extras, "__path__", [])
-    assert refusal(argument) == f"{argument} needs {how_to_add('chat')}"
+    assert refusal(argument) == f"{argument} needs {how_to_add('datasets')}"
 
 
 def test_a_file_that_the_project_s_would_replace_is_refused(tmp_path):

@@ -37,7 +37,11 @@ from lockstep_gpt.launch.torch_build import refuse_missing
 from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import deaths, last_line
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
+from lockstep_gpt.torch_patches import (
+    handle_signals_with,
+    name_callers_without_source,
+    processes_of,
+)
 
 MONITOR_SECONDS = 0.1  # between looks at other machines; an end of a rank is seen at once
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
@@ -168,7 +172,7 @@ class RankAgent(LocalElasticAgent):
 
     def _processes(self) -> dict[int, Any]:
         """Return local rank -> its process, which is like a `Popen`."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        handlers = getattr(processes_of(self), "subprocess_handlers", {})
         return {rank: handler.proc for rank, handler in handlers.items()}
 
     def live_ranks(self) -> list[int]:
@@ -257,8 +261,8 @@ class RankAgent(LocalElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = FAILURE_GRACE
     ) -> None:
         self._shared_stop.announce()
-        if self._pcontext:
-            self._pcontext.close(death_sig, timeout)
+        if ranks := processes_of(self):
+            ranks.close(death_sig, timeout)
 
     def status(self, result: RunResult, node_rank: int) -> int:
         """Print the last line of a failed run; return the exit status of this agent."""
