@@ -68,19 +68,11 @@ def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
     return list(ddp.reducer._get_zeros_like_grad_buckets())
 
 
-<<<<<<< HEAD
-=======
-def declared_arguments(operation: Any) -> Sequence[Any]:
-    """Return an operation's declared arguments, which say what it writes; no public name does."""
-    return list(operation._schema.arguments)
-
-
 def processes_of(agent: Any) -> Any:
     """Return what manages the processes of an elastic agent's ranks; None before they start."""
     return agent._pcontext
 
 
->>>>>>> prune-warm
 def handle_signals_with(handler: Any) -> None:
     """Let torch's agents install `handler` for signals when they start ranks.
 
