@@ -4,7 +4,7 @@
 usage: python lab/speedrun.py [RECIPE ...] [--seeds 1,2,3,4,5] [--nanogpt FOLDER]
            [--text FILE] [--target 1.396] [--json FILE]
 
-A RECIPE is a file in lab/speedrun/ or your own file; lab/speedrun/README.md has the rules and the
+A RECIPE is a file in lab/speedrun/ or your own file; lab/speedrun.md has the rules and the
 records. By default, the newest recipe runs against nanoGPT's, seed by seed. `--nanogpt` is a
 checkout of nanoGPT, for its recipe. `--text` uses another text, which does not count for records.
 """
