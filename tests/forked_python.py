@@ -368,6 +368,21 @@ def _parent_of(job: Mapping[str, Any]) -> Callable[[], int]:
     return getppid
 
 
+def _join_namespaces(pid: int) -> None:
+    """Enter the network, the mounts, and the host name of a process, as its child would have."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        with contextlib.suppress(FileNotFoundError):  # it has ended, as we are about to
+            theirs = os.stat(f"/proc/{pid}/ns/{kind}")  # noqa: PTH116
+            if theirs.st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino:  # noqa: PTH116
+                continue
+            with open(f"/proc/{pid}/ns/{kind}") as namespace:  # noqa: PTH123
+                if libc.setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of {pid}")
+
+
 def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[[], object]:  # noqa: C901
     """Set up the state of a separate program; return a function that runs it."""
     import atexit
@@ -384,6 +399,8 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
 
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if "stands" in job:
+        _join_namespaces(job["stands"])
     held = {number: fcntl.fcntl(number, fcntl.F_DUPFD, 500) for number in files}
     for number in (0, 1, 2, *files):
         with contextlib.suppress(OSError):

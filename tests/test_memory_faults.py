@@ -29,7 +29,6 @@ def main(words):
 def train(command):
     """Return a function that trains two ranks with another /dev/shm; returns what they printed."""
     (command.folder / "elsewhere.py").write_text(ELSEWHERE)
-    command.python = None  # forks of the server would have the memory of this machine
 
     def run(shm, *words):
         words = command.smoke("trainer=cpu", "trainer.devices=2", "run_dir=run", *words)
