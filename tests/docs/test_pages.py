@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt import PROGRAM
+
 ROOT = Path(__file__).parents[2]
+CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, and the line that it prints
+
+OURS = re.compile(r"(; to [a-z ]+: ).+ train run_dir=")  # the command of this installation
 
 
 def read(name):
@@ -56,3 +61,14 @@ def test_every_quoted_message_is_in_the_source(line):
     spoken = [match for each in sayings() for match in each.finditer(line)]
     covered = {place for match in spoken for place in range(*match.span())}
     assert len(covered) > 0.6 * len(line), line
+
+
+@pytest.mark.skipif(not TROUBLES, reason="no docs/troubleshooting.md here")
+@pytest.mark.usefixtures("quick_ranks")
+def test_errors_are_quoted_exactly(story):
+    shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
+    assert len(shown) > 1
+    told = story([line for line, _ in shown], inline=False)
+    for (line, expected), (status, screen) in zip(shown, told, strict=True):
+        assert status in (1, 2), line
+        assert OURS.sub(rf"\1{PROGRAM} train run_dir=", screen.splitlines()[-1]) == expected
