@@ -83,6 +83,7 @@ def answers(tmp_path_factory):
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", LIGHT)
 def test_help_and_mistakes_need_no_torch_and_leave_no_file(answers, arguments):
     status, _, err, files = answers[arguments]

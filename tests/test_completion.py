@@ -24,6 +24,7 @@ done
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash on this machine")
 def test_bash_completes_commands_choices_and_settings(tmp_path):
     shim = tmp_path / PROGRAM

@@ -118,6 +118,7 @@ def test_a_rank_that_leaves_the_others_is_named(ending):
     assert reason == "rank 1 ended with status 0; step 2 is saved; to continue"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_is_named_that_ends_after_those_that_lost_it(ending):
     lost = "+callbacks.lost={_target_:leaves_early.Ends,how:lose_peers,rank:1}"
@@ -145,6 +146,7 @@ def test_after_the_agent_was_killed_the_printed_command_goes_on(ending, command)
     assert command.summary("my run")["step"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_lost_configuration_is_named_when_ranks_restart(ending):
     reason, _ = ending("lose_config", "launch.max_restarts=1")

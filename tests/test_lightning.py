@@ -87,6 +87,7 @@ def test_a_stop_within_a_step_keeps_the_step_before(command, users_code):
     assert summary["last_checkpoint"].endswith("step=000007.ckpt")
 
 
+@pytest.mark.slow
 def test_a_time_limit_saves_and_a_resume_beyond_it_ends_at_once(command):
     words = ["run_dir=run", "+trainer.max_time={seconds: 0.01}"]
     stdout = command.train(*words, "val_every=1000", "max_steps=1000").stdout
@@ -114,6 +115,7 @@ def test_a_profiler_reports_on_the_screen_and_in_the_run_directory(command):
         assert "[LightningModule]GPTModule.optimizer_step" in text
 
 
+@pytest.mark.slow
 def test_pytorch_s_profiler_leaves_a_trace(command):
     command.train("run_dir=run", "+trainer.profiler=pytorch", "max_steps=6")
     traces = [*(command.folder / "run").glob("*.pt.trace.json")]

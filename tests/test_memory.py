@@ -151,6 +151,7 @@ def test_a_newer_checkpoint_comes_before_memory(train):
     assert "kept in memory" not in printed
 
 
+@pytest.mark.slow
 def test_memory_is_released_when_a_run_has_failed(train, command):
     train("8:1:fail", status=1)
     assert folders(command) == []

@@ -356,6 +356,7 @@ def test_a_mistake_about_nodes_fails_in_one_line(nodes, command, overrides, line
     assert line in stderr
 
 
+@pytest.mark.slow
 def test_a_late_first_node_is_reported_as_a_temporary_failure(nodes, command):
     words = ("run_dir=run", "launch.node_rank=1", "launch.join_seconds=1")
     (status,), (stderr,) = ended(nodes.start(command, 0, *words))

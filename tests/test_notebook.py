@@ -65,6 +65,7 @@ def expected(command):
     return command.summary("expected")["val_loss"]
 
 
+@pytest.mark.slow
 def test_three_lines_train_like_the_command_and_write_nothing(command, words, expected, capfd):
     before = {*command.folder.iterdir()}
     rate = "+callbacks.needs_logger._target_=lightning.pytorch.callbacks.LearningRateMonitor"
@@ -79,6 +80,7 @@ def test_three_lines_train_like_the_command_and_write_nothing(command, words, ex
     assert module.val_loss == expected
 
 
+@pytest.mark.slow
 def test_a_run_directory_has_what_the_command_writes(command, words, expected):
     module, data, trainer = build(compose(*words, "run_dir=run"))
     trainer.fit(module, data)
@@ -92,6 +94,7 @@ def test_a_run_directory_has_what_the_command_writes(command, words, expected):
     assert command.summary("run")["step"] == 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
 def test_a_validation_returns_its_loss_before_and_after_training_and_adds_no_row(
     command, words, folder
@@ -107,6 +110,7 @@ def test_a_validation_returns_its_loss_before_and_after_training_and_adds_no_row
     assert [path.read_text() for path in command.folder.glob("run/metrics.csv")] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
 def test_a_test_returns_its_loss_and_adds_no_row(command, words, folder):
     text = ["data=text", f"data.path={argparse.__file__}", "data.test_fraction=0.1"]
@@ -119,6 +123,7 @@ def test_a_test_returns_its_loss_and_adds_no_row(command, words, folder):
     assert [path.read_text() for path in command.folder.glob("run/metrics.csv")] == rows
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_unlocks_a_run(command, words):
     handler = signal.getsignal(signal.SIGINT)
     module, data, trainer = build(compose(*words, "run_dir=run", "callbacks.sample=null"))

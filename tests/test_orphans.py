@@ -167,6 +167,7 @@ def test_kills_leave_no_service_of_wandb(launch, wait_for, expect_end, victims):
     expect_end(run)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_nobody_watches_keeps_other_commands_out(
     command, wait_for, monkeypatch
 ):

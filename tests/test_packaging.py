@@ -53,6 +53,7 @@ def test_a_wheel_is_the_package_and_the_configs_and_nothing_else(wheel):
     assert not [name for name in content(wheel) if "__pycache__" in name]
 
 
+@pytest.mark.slow
 def test_an_sdist_gives_the_same_wheel(wheel, sdist, tmp_path):
     assert content(build(sdist, "wheel", tmp_path)) == content(wheel)
 

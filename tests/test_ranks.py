@@ -70,6 +70,7 @@ def test_ranks_change_double_precision_weights_by_rounding_only(command):
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, processes_of):
     (command.folder / "broken.py").write_text(BROKEN)
@@ -166,6 +167,7 @@ def test_statistics_of_batchnorm_count_only_training_batches(command, ranks):
     assert [count for count, _ in first + then] == [*range(8 * 3 // ranks)]
 
 
+@pytest.mark.slow
 def test_signal_stops_all_ranks_at_one_step(command, wait_for_checkpoint, processes_of):
     run = command.folder / "long"
     process = command.start(*command.smoke(*TWO, "max_steps=100000", f"run_dir={run}"))

@@ -58,6 +58,7 @@ def test_two_commands_at_a_loopback_address_give_the_weights_of_two_ranks(two):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_come_is_explained(command):
     words = command.smoke("trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2", "run_dir=run")
     words += [f"launch.rdzv_endpoint=localhost:{free_port()}", "launch.join_seconds=3"]

@@ -123,6 +123,7 @@ def test_a_new_run_from_a_checkpoint_uses_its_state_but_new_settings(finished, c
     assert float(steps[-1]["val/loss"]) < other.summary("runs/first")["val_loss"]
 
 
+@pytest.mark.slow
 def test_run_of_another_model_is_rejected_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
@@ -169,6 +170,7 @@ def test_an_invalid_change_is_rejected_and_leaves_the_run_unchanged(
     assert (tmp_path / "run/config.yaml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_resume_without_a_choice_of_loggers_keeps_those_of_the_run(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     frozen = command.folder / "run/config.yaml"
@@ -279,6 +281,7 @@ def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, 
     assert (after == before) == ("optim" in changed)
 
 
+@pytest.mark.slow
 def test_a_forced_resume_with_a_mistake_leaves_the_run_unchanged(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
@@ -321,6 +324,7 @@ def test_a_new_run_from_a_checkpoint_that_has_all_its_steps_is_refused(finished,
         assert not (command.folder / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_run_killed_after_its_last_save_keeps_its_result(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
@@ -376,6 +380,7 @@ def test_an_unfinished_run_cannot_end_before_the_step_it_has_reached(
     assert content(run) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, checkpoints):
     flip(checkpoints / "step=000020.ckpt")
     command("train", "run_dir=run", "resume=auto", "checkpoint.every=5", "max_steps=16")
@@ -386,6 +391,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, checkpo
     assert "moved run/checkpoints/step=000020.ckpt to" in log
 
 
+@pytest.mark.slow
 def test_without_a_valid_checkpoint_no_run_starts_over(command, checkpoints):
     for path in checkpoints.glob("*.ckpt"):
         flip(path)
@@ -453,6 +459,7 @@ def test_resume_of_a_missing_run_says_so_and_starts_it(command):
     assert command.summary("run")["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_lightning_s_own_callback_continues_a_new_run(command):
     kind = "+callbacks.theirs._target_=lightning.pytorch.callbacks.ModelCheckpoint"
     every = ("+callbacks.theirs.every_n_train_steps=6", "+callbacks.theirs.save_top_k=-1")
@@ -530,6 +537,7 @@ def stopped(disk, command):
     return disk / "run"
 
 
+@pytest.mark.slow
 def test_a_resume_on_a_full_disk_fails_in_one_line_and_works_later(command, stopped):
     with contextlib.suppress(OSError), (stopped.parent / "filler").open("wb") as file:
         while True:
@@ -547,6 +555,7 @@ def test_a_resume_on_a_full_disk_fails_in_one_line_and_works_later(command, stop
     assert command.summary("disk/run")["step"] == 20
 
 
+@pytest.mark.slow
 def test_a_resume_on_a_read_only_disk_is_rejected_in_one_line(command, stopped):
     subprocess.run(["mount", "-o", "remount,ro", str(stopped.parent)], check=True)
     words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")

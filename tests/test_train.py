@@ -77,6 +77,7 @@ def test_the_screen_shows_receipt_sample_and_next_command(finished):
     assert screen.partition("  run ")[2] == log.partition("  run ")[2]
 
 
+@pytest.mark.slow
 def test_a_second_launch_inline_gives_the_same_bits(finished):
     command, _ = finished
     command.train("run_dir=runs/inline", "launch.inline=true")
@@ -151,6 +152,7 @@ def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(
     assert out.splitlines()[-1].startswith(line)
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_first_save_is_reported(command, wait_for):
     (command.folder / "hangs.py").write_text(HANGS)
     (command.folder / "hang").touch()
@@ -181,6 +183,7 @@ def test_a_signal_ends_the_whole_sweep(command, wait_for_checkpoint):
     assert not (command.folder / "sweep/1").exists()
 
 
+@pytest.mark.slow
 def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_for_checkpoint):
     words = command.smoke("max_steps=100000", "run_dir=run")
     process = command.start(*words)

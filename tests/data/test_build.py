@@ -67,6 +67,7 @@ def prepared(root):
     return [path for path in root.iterdir() if not path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
     folder = prepare(corpus(tokenizer="bpe", vocab_size=300))
     index = load_index(folder)
@@ -101,6 +102,7 @@ def test_files_stay_below_the_limit_and_contain_the_same_tokens(corpus):
         np.testing.assert_array_equal(open_split(small, split), open_split(large, split))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):
     index = load_index(prepare(corpus(tokenizer="bpe", vocab_size=300)))
     for name in ("a.json", "b.json"):
@@ -120,6 +122,7 @@ def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     assert "25 documents (1 not UTF-8: data.invalid_utf8=skip; fail says where)" in caplog.text
 
 
+@pytest.mark.slow
 def test_settings_that_decide_the_tokens_give_another_folder(corpus):
     changes = [
         {},
@@ -183,6 +186,7 @@ def test_a_killed_build_resumes_and_gives_the_same_bytes(tmp_path, caplog):
     assert content(folder) == content(prepare(other))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_leftovers_of_a_killed_build_are_verified(tmp_path, caplog):
     config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
@@ -197,6 +201,7 @@ def test_leftovers_of_a_killed_build_are_verified(tmp_path, caplog):
     assert content(folder) == content(prepare(other))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_killed_build_of_text_resumes_with_its_tokenizer(corpus, tmp_path):
     for number in range(40):
@@ -224,6 +229,7 @@ def in_processes(corpus, tmp_path, wait_for):
     build.communicate()
 
 
+@pytest.mark.slow
 def test_killing_a_build_ends_its_processes(in_processes, wait_for, is_alive):
     build, workers = in_processes
     assert len(workers) == 2
@@ -231,6 +237,7 @@ def test_killing_a_build_ends_its_processes(in_processes, wait_for, is_alive):
     wait_for(lambda: not any(map(is_alive, workers)))
 
 
+@pytest.mark.slow
 def test_a_killed_process_fails_in_one_clear_line(in_processes, tmp_path, kill):
     build, workers = in_processes
     kill(workers[0])
@@ -318,6 +325,7 @@ def test_a_corpus_without_text_is_rejected(tmp_path):
         prepare(config)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     code = PREPARE + "    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     peaks = []

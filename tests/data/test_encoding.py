@@ -16,6 +16,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tokenizer):
     folders = []
@@ -44,6 +45,7 @@ def test_a_system_without_semaphores_is_named_and_not_the_folder():
     assert line.endswith("make /dev/shm writable, or set data.num_proc=1")
 
 
+@pytest.mark.slow
 def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):
     """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
     for number in range(5):

@@ -49,6 +49,7 @@ def global_batch(step, micro, accumulation, world):
     return [batch for stream in streams for batch in stream]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
 def test_the_global_batch_is_the_same_for_all_divisions(micro, accumulation, world):
     for step in (0, 41, 42):  # step 41 straddles the epochs of 1000 windows

@@ -192,6 +192,7 @@ def test_the_command_verifies_existing_files(command, tmp_path):
     assert line.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_two_builds_at_once_make_one_folder(tmp_path, small):
     builds = [start(small(tmp_path, 30_000_000)) for _ in range(3)]
     outputs = {build.communicate()[0] for build in builds}

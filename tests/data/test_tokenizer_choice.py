@@ -264,6 +264,7 @@ def test_a_local_folder_comes_before_the_package(gpt2_files, bpe, monkeypatch):
     assert make_tokenizer("gpt2", None, ()).vocab_size == bpe.vocab_size
 
 
+@pytest.mark.slow
 @WITH_GPT2
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # of tokenizers 0.22 to transformers
 def test_gpt2_has_the_ids_of_transformers(gpt2):
@@ -290,6 +291,7 @@ def test_gpt2_has_the_ids_of_transformers(gpt2):
         assert gpt2.encode(text).tolist() == expected["input_ids"], text[:60]
 
 
+@pytest.mark.slow
 @WITH_GPT2
 def test_a_rank_file_of_gpt2_is_the_same_tokenizer(gpt2, tmp_path):
     path = _as_rank_file(tmp_path / "gpt2.tiktoken", json.loads(gpt2.to_dict()["json"]))

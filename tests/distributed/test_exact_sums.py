@@ -48,6 +48,7 @@ def test_gradients_added_one_by_one_give_the_tree_s_sum(count):
     assert torch.equal(summed(values), tree(values))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 200), st.integers(0, 10), st.integers(1, 40), st.integers(0, 1000))
 def test_any_rank_s_part_is_a_subtree_for_all_slices(count, choice, size, seed):

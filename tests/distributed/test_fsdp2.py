@@ -40,6 +40,7 @@ def sharded(finished, tmp_path_factory, train_measured):
     return command, train_measured(command, *SHARDED)
 
 
+@pytest.mark.slow
 def test_shards_give_the_losses_of_one_process(sharded, finished):
     ours, one = sharded[0].summary("run"), finished[0].summary("runs/first")
     assert ours["world_size"] == 2
@@ -138,6 +139,7 @@ def in_parts(sharded, tmp_path_factory):
     return command.folder
 
 
+@pytest.mark.slow
 def test_parts_join_to_the_checkpoint_of_whole_weights(in_parts, sharded):
     joined = read_checkpoint(checkpoint_path(in_parts / "run/checkpoints", 20))
     whole = content(sharded[0].folder / "run")
@@ -217,6 +219,7 @@ def test_shards_of_two_ranks_resume_on_any_number(in_parts, command, continued, 
         assert command.summary("run")[name] == pytest.approx(expected, abs=TOLERANCE[devices])
 
 
+@pytest.mark.slow
 def test_an_unwritable_shard_ends_the_run_without_a_checkpoint(command):
     (command.folder / "blocker.py").write_text(BLOCK)
     words = (*SHARDED, "strategy.save_parts=true", "run_dir=run", "checkpoint.every=10")
@@ -280,6 +283,7 @@ def test_broken_gradient_in_one_share_skips_the_update_of_all(command):
     assert {int(state["step"]) for state in states} == {19}
 
 
+@pytest.mark.slow
 def test_blocks_in_bfloat16_come_close(command, finished):
     types = ("strategy.param_dtype=bfloat16", "strategy.reduce_dtype=bfloat16")
     words = (*types, "precision=bf16-mixed", "strategy.reshard_after_forward=false")

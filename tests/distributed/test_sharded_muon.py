@@ -166,6 +166,7 @@ def test_gpt2_in_bf16_mixed_gives_the_losses_of_one_device(command):
     assert_same_losses(command.summary("shards"), command.summary("one"), 3e-4)
 
 
+@pytest.mark.slow
 def test_a_broken_gradient_in_one_shard_skips_the_update_of_all(command):
     words = (*MUON, *MODERN, "strategy=fsdp2", "trainer.devices=2")
     skip = (use(command, "break", BREAK), "guard.max_skipped=1", "run_dir=run")

@@ -135,6 +135,7 @@ def split(finished, tmp_path_factory, train_measured):
     return command, train_measured(command, *TWO, "verbosity=normal")
 
 
+@pytest.mark.slow
 def test_two_ranks_that_split_a_model_have_the_losses_of_one(split, finished):
     assert losses(split[0], "run") == pytest.approx(losses(finished[0], "runs/first"), abs=1e-5)
     assert "ShardedStrategy over gloo, 1 data x 2 tensor parallel" in split[1]
@@ -183,6 +184,7 @@ def test_a_split_run_resumes_on_one_device_and_on_more_groups(command, split, co
     assert losses(command, "run") == pytest.approx(continued, abs=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_device_continues_in_its_folder_on_split_ranks(command, finished, continued):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     command("train", "run_dir=run", "resume=auto", *TWO, "max_steps=30")

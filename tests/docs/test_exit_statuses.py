@@ -41,6 +41,7 @@ def test_a_failure_is_1_and_a_mistake_is_2(command, status):
     command(*quick(command, words_of(str(status))), "launch.inline=true", status=status)
 
 
+@pytest.mark.slow
 def test_a_signal_is_added_to_128(command, wait_for_checkpoint):
     process = command.start(*quick(command, words_of("128 + n")), "launch.inline=true")
     wait_for_checkpoint(command.folder / "runs/stopped")
@@ -49,6 +50,7 @@ def test_a_signal_is_added_to_128(command, wait_for_checkpoint):
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_launcher_that_lost_others_ends_with_75_and_the_way_on(
     command, wait_for_checkpoint
 ):

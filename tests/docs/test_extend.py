@@ -101,6 +101,7 @@ def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
     assert runs["radam"]["val_loss"] < 5.5  # of ln 256 = 5.55
 
 
+@pytest.mark.slow
 def test_the_page_s_changes_do_what_the_page_says(copy, command, ends):
     assert (len(CHANGES), len(OF_CHANGES)) == (2, 1)
     for place, difference in CHANGES:

@@ -94,6 +94,7 @@ def test_the_runs_below_have_every_callback_that_works():
     assert sorted(tried) == sorted(name for name, said in CALLBACKS.items() if "works" in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", TOGETHER, ids=["most", "others"])
 def test_callbacks_that_work_go_through_a_run(chosen, command):
     if "RichProgressBar" in chosen:

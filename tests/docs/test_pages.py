@@ -55,6 +55,7 @@ def _sayings():
                 yield re.compile(re.escape(text).replace("\0", ".*?"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", blocks(TROUBLES, "text"))
 def test_every_quoted_message_is_in_the_source(line):
     line = COMMAND_AT_END.sub(r"\1", line)  # the source has its parts, not all of it

@@ -112,6 +112,7 @@ class Aborting(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_aborted_by_nccl_s_watchdog_is_restarted_once(command):
     (command.folder / "aborting.py").write_text(ABORTING)

@@ -68,6 +68,7 @@ def test_failed_jobs_do_not_end_the_search(capsys):
     assert "best of 10 jobs: val/loss 1.0000 with" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_stored_study_continues_under_its_name(capsys):
     words = ["hydra.sweeper.storage=sqlite:///study.db", "hydra.sweeper.study_name=mine"]
     for job in (lambda config: float(config.seed), lambda _: 4.0):
@@ -77,6 +78,7 @@ def test_a_stored_study_continues_under_its_name(capsys):
     assert "best of 20 jobs: val/loss 1.0000 with seed: '1'" in printed
 
 
+@pytest.mark.slow
 def test_another_sampler_of_optuna_can_be_chosen():
     sampler = "hydra.sweeper.sampler._target_=optuna.samplers.RandomSampler"
     space = "optim.lr=tag(log,interval(1e-6,1e-1))"

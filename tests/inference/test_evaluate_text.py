@@ -79,6 +79,7 @@ def tested(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_test_loss_of_a_run_is_that_of_its_whole_test_split(tested, capsys):
     assert cli.main(["evaluate", str(tested), "--split", "test", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -88,6 +89,7 @@ def test_the_test_loss_of_a_run_is_that_of_its_whole_test_split(tested, capsys):
     assert result["tokens"] > 0
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_evaluate_together_and_the_first_prints(tested, python_of_forks, capsys):
     assert cli.main(["evaluate", str(tested), "--split", "test", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)

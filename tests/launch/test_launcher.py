@@ -44,6 +44,7 @@ def joined(command):
     return launch
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined):
     statuses, out, err = joined(*[command.smoke("trainer=cpu", "max_steps=10")] * 2)
@@ -65,6 +66,7 @@ def test_joined_ranks_give_the_bits_of_one_rank(command, joined):
     assert joined_summary["weights"] == one["weights"] != {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("word", "instead"), [("optim.lr=0.5", "0.003"), ("launch.grace_seconds=3.0", "60.0")]
@@ -78,6 +80,7 @@ def test_joined_rank_with_another_configuration_is_named(command, joined, word, 
     assert not list((command.folder / "runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished, command, joined):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
@@ -89,6 +92,7 @@ def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_ranks_of_a_launcher_continue_a_run_of_another_number(finished, command, joined):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")

@@ -246,6 +246,7 @@ def test_torchrun_repeats_a_mistake_as_the_cause(command):
     assert f"{PROGRAM} train: batch.global_size=7 is not divisible by 2 devices" in cause
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_each_job_once_and_marks_the_lowest_loss(command):
     out = command.train("-m", "optim.lr=1e-3,2e-3", "max_steps=2", "run_dir=sweep").stdout
     assert out.count("job 1: launch.inline=True optim.lr=0.002") == 1

@@ -95,6 +95,7 @@ def foreign_run(finished, command):
     return run
 
 
+@pytest.mark.slow
 def test_a_foreign_run_directory_cannot_build_classes(foreign_run, command):
     frozen = (foreign_run / "config.yaml").read_bytes()
     stderr = command(*RESUME, "max_steps=25", status=2).stderr
@@ -131,6 +132,7 @@ def test_ranks_of_a_launcher_reject_it_too(foreign_run, command):
     assert not (command.folder / "imported").exists()
 
 
+@pytest.mark.slow
 def test_a_user_s_own_run_resumes_and_elsewhere_with_its_command(command):
     (command.folder / "mine.py").write_text(WATCHED)
     mine = ("+callbacks.mine._target_=mine.Watched", "run_dir=run")

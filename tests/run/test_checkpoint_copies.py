@@ -157,6 +157,7 @@ def test_a_failed_copy_is_reported_and_does_not_end_the_run(tmp_path, caplog, mo
     assert not list(directory.checkpoints.iterdir())
 
 
+@pytest.mark.slow
 def test_a_command_resumes_from_copies_and_keeps_those_of_another_run(command):
     words = ("checkpoint.copy_to=far", "run_dir=runs/0")
     command.train(*words)

@@ -108,6 +108,7 @@ def test_a_run_remembers_a_save_once_it_is_complete(tmp_path):
     assert directory.has_saved()
 
 
+@pytest.mark.slow
 def test_damaged_files_that_only_inform_are_ignored_by_name_and_replaced(run, command):
     metrics = run / "metrics.csv"
     rows = metrics.read_text().splitlines()

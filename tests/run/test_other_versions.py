@@ -80,6 +80,7 @@ def test_a_removed_setting_fails_in_one_line_with_the_file(changed, command, gro
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["model", "data", "launch", ""])
 def test_a_model_is_readable_without_settings_that_do_not_affect_it(changed, command, group):
     changed(with_gone(group))
@@ -105,6 +106,7 @@ def test_a_removed_class_fails_in_one_line_on_every_rank(changed, command):
     assert errors.count("lockstep_gpt.gone.Report") == 1
 
 
+@pytest.mark.slow
 def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(changed, command):
     changed()
     path = command.folder / "run/checkpoints/step=000020.ckpt"

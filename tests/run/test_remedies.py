@@ -57,6 +57,7 @@ def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
     assert output.index("remedy") < output.index("Traceback")
 
 
+@pytest.mark.slow
 def test_a_barrier_on_rank_0_alone_is_shown_with_where_each_rank_waited(broken):
     settings = ("strategy.timeout_seconds=5", "launch.max_restarts=0")
     output = broken("Alone", "trainer=cpu", "trainer.devices=2", *settings)

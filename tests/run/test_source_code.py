@@ -65,6 +65,7 @@ def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, 
     assert [*content["arithmetic"]] == [0, 4]
 
 
+@pytest.mark.slow
 def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypatch, caplog):
     command, _ = finished
     run = command.folder / "runs/first"

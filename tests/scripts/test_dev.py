@@ -134,6 +134,7 @@ def project(set_up):
     return set_up[0]
 
 
+@pytest.mark.slow
 def test_two_calls_at_once_repair_a_killed_install_only_once(set_up):
     _, ends, installed = set_up
     assert [status for _, status in ends] == [0, 0], ends
@@ -243,6 +244,7 @@ def test_after_a_failed_update_the_old_environment_serves_the_old_needs(project)
     assert (dev(project, "train")[0], installations(project)) == (0, before)
 
 
+@pytest.mark.slow
 def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
     status, out, _ = dev(project, "test", "tests/model", "-k", "a or b", cwd=tmp_path)
     assert status == 0
@@ -362,6 +364,7 @@ def test_a_file_that_does_not_exist_is_named_at_once(project):
     assert err.endswith("dev.py: tests/nothing.py does not exist\n")
 
 
+@pytest.mark.slow
 def test_all_tests_are_announced_with_the_time_they_took_before(project):
     for file in (project / ".venv").glob("test-seconds*"):  # of other tests of this file
         file.unlink()
@@ -444,6 +447,7 @@ def test_lint_runs_lint_and_types_and_no_tests(project):
     assert dev(project, "lint", "src")[0] == 2
 
 
+@pytest.mark.slow
 def test_format_fixes_what_lint_finds(project):
     _, _, err = dev(project, "lint", FAILING="ruff")
     assert "`python3 scripts/dev.py format` fixes most" in err.splitlines()[-2]
@@ -520,6 +524,7 @@ def old_python() -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_an_unsupported_python_is_named_in_one_line():
     if not (python := old_python()):
         pytest.skip("no Python before 3.11 on this machine")

@@ -120,6 +120,7 @@ def test_a_zip_without_a_folder_is_rejected_but_works_unpacked(
     assert files == expected
 
 
+@pytest.mark.slow
 def test_a_template_may_be_in_a_folder_of_a_repository(
     generate, baked, template, tmp_path, tree, git, committed
 ):
@@ -194,6 +195,7 @@ def test_a_project_can_be_made_in_the_template_s_own_folder(
     assert files == expected
 
 
+@pytest.mark.slow
 def test_a_second_call_fails_and_a_forced_one_keeps_user_files(generate, tmp_path, tree):
     generate(tmp_path, "git_init=no")
     project = tmp_path / "my-gpt"
@@ -207,6 +209,7 @@ def test_a_second_call_fails_and_a_forced_one_keeps_user_files(generate, tmp_pat
     assert tree(project) == {**before, **dict.fromkeys(files, (False, b"x\n"))}
 
 
+@pytest.mark.slow
 def test_existing_files_are_kept_on_request(generate, tmp_path, tree):
     generate(tmp_path, "git_init=no")
     project = tmp_path / "my-gpt"

@@ -49,6 +49,7 @@ def test_module_names_of_dependencies_are_rejected_as_package(defaults, pinned):
     assert [name for name in modules if is_taken(defaults, package_name=name.lower())] == []
 
 
+@pytest.mark.slow
 def test_command_names_of_dependencies_are_rejected_as_slug(defaults, pinned):
     distributions = (
         distribution

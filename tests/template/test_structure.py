@@ -275,6 +275,7 @@ def test_every_module_belongs_to_a_layer_and_every_layer_has_one():
     assert {name.split(".")[1] for name in OURS} == set(LAYERS)
 
 
+@pytest.mark.slow
 def test_no_module_uses_a_layer_above_its_own():
     assert upward(OURS) == []
 

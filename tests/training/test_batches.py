@@ -131,6 +131,7 @@ def test_a_run_on_a_user_s_data_module_trains_validates_tests_and_resumes(counti
     assert (summary["step"], summary["tokens"]) == (30, 30 * 8 * 32)
 
 
+@pytest.mark.slow
 def test_each_rank_has_other_rows_of_a_user_s_loader(counting):
     """As in any Lightning project, a DataLoader is split among the ranks."""
     script = counting.folder / "callback.py"

@@ -36,6 +36,7 @@ def test_with_exact_sums_the_file_is_equal_on_one_rank_and_two(traced):
     assert len({tuple(row.weights) for row in rows}) == 10  # each step changes them
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_rows_of_one_that_was_never_stopped(traced):
     (traced.folder / "stopping.py").write_text(STOPPING)
     place = {"PYTHONPATH": str(traced.folder)}
@@ -48,6 +49,7 @@ def test_a_resumed_run_has_the_rows_of_one_that_was_never_stopped(traced):
     assert one == (traced.folder / "part/trace.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_tracing_changes_no_bit(traced):
     traced.train(*TRACED, *SHORT, "run_dir=plain", "guard.trace=false")
     assert not (traced.folder / "plain/trace.csv").exists()

@@ -52,6 +52,7 @@ def test_a_line_without_the_field_is_shown_with_its_file(tmp_path, line):
         texts(json_lines(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pack"), PACKED.items())
 def test_the_number_of_a_wrong_line_is_that_of_an_editor(tmp_path, name, pack):
     lines = [f'{{"text": "{number}"}}'.encode() for number in range(300_000)]  # several blocks

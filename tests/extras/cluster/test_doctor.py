@@ -61,6 +61,7 @@ def sound(tmp_path_factory, python_of_forks):
     return json.loads(done.stdout), folder / "p.json", folder
 
 
+@pytest.mark.slow
 def test_a_healthy_machine_passes_all_checks(sound):
     report = sound[0]
     assert report["status"] in ("ok", "warning")  # the machine may be busy
@@ -99,6 +100,7 @@ def test_the_folder_of_runs_is_unchanged(sound):
     assert [path.name for path in sound[2].iterdir()] == ["p.json"]
 
 
+@pytest.mark.slow
 def test_plan_reads_the_doctor_s_profile(sound, capsys):
     profile = Hardware.load(sound[1])
     words = ["--hardware", str(sound[1]), "--devices", "1,2", "--json"]
@@ -158,6 +160,7 @@ def test_under_torchrun_a_slow_rank_and_a_folder_that_is_not_shared_are_named(
     assert findings["compute speed"]["line"].startswith("rank 1 too slow")
 
 
+@pytest.mark.slow
 def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(command, apart):
     hosts = command.folder / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")

@@ -48,6 +48,7 @@ def three_steps(command):
     return train
 
 
+@pytest.mark.slow
 def test_every_difference_except_times_is_reported(three_steps, command):
     first = three_steps("first", "seed=1")
     assert first.weights == command.summary("first")["weights"]["3"]  # from the report

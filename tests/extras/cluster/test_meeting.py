@@ -30,6 +30,7 @@ def test_a_missing_rank_is_reported_in_time():
     assert time.monotonic() - started < LIMIT + 20  # torch itself waits minutes
 
 
+@pytest.mark.slow
 def test_a_closed_port_is_distinguished_from_another_program_s(port):
     with pytest.raises(Absent, match=rf"nothing answered at 127.0.0.1:{port} within 1 s"):
         open_meeting(SECOND, LIMIT)

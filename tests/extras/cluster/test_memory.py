@@ -94,6 +94,7 @@ def test_small_shapes_give_the_line_of_deep_ones(composed, precision):
     assert peak.copies + peak.activations + peak.logits == pytest.approx(traced, rel=0.01)
 
 
+@pytest.mark.slow
 def test_only_logits_grow_with_the_vocabulary(composed):
     narrow = predicted(composed, WIDE, 1024, "32-true")
     broad = predicted(composed, WIDE, 8 * 1024, "32-true")
@@ -115,6 +116,7 @@ def test_states_are_those_that_the_optimizer_makes(composed, algorithm):
     assert States.of(model, config).optimizer == size
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_share_of_muon_s_momentum(composed):
     config = composed("optim=muon", "model.n_layer=4", "model.n_embd=64")
     model = memory.whole_model(config, 256)
@@ -231,6 +233,7 @@ def test_logits_of_a_gpu_are_chunked_only_if_they_do_not_fit(composed, compiled)
             assert line.memory(most + 1, 0, False).total > size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
 def test_recomputed_blocks_keep_only_their_inputs(accelerator):
     shape = replace(LONG, dropout=0.1, activation_checkpointing=True)

@@ -38,6 +38,7 @@ def test_a_plan_of_gpt2_xl_takes_less_than_a_second(composed):
     assert min(times) < 1
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_each_number_of_devices(screen):
     status, out, err = screen(*SMALL, "--price", "1.5")
     steps = out.split("one optimizer step, ms\n")[1].splitlines()
@@ -151,6 +152,7 @@ def small_experiments(tmp_path):
     return f"--config-dir={tmp_path}"
 
 
+@pytest.mark.slow
 def test_gpt2_means_the_vocabulary_of_gpt2(screen):
     words = ("model=gpt2_xl", "precision=bf16-mixed", "--devices", "1", "--json")
     plan = json.loads(screen("plan", *words)[1])
@@ -162,6 +164,7 @@ def test_gpt2_means_the_vocabulary_of_gpt2(screen):
 SHAPE = ("model.n_layer=1", "model.n_embd=64", "model.n_head=2", "model.block_size=32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "size"),
     [
@@ -181,6 +184,7 @@ def test_data_that_are_chosen_decide_the_vocabulary(screen, small_experiments, w
     assert ("GPT-2's" in facts_of(out)["vocabulary"]) == (size == 50_257)
 
 
+@pytest.mark.slow
 def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
     from lockstep_gpt.extras.cluster import memory
 

@@ -21,6 +21,7 @@ def gpt2(composed):
     return config, predict(config, H100, (1, 2, 4, 8, 16))
 
 
+@pytest.mark.slow
 def test_the_model_is_the_published_one(gpt2):
     assert gpt2[1].parameters == 124_439_808  # Radford et al. 2019
     assert gpt2[1].chinchilla_tokens == gpt2[1].tokens == 20 * 124_439_808
@@ -50,6 +51,7 @@ def test_time_and_speed_agree(gpt2):
         assert row.batch.tokens_per_step / row.time.total == pytest.approx(row.tokens_per_second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "samples", "measured"), [("gpt2_124m", 256, 512e3), ("modern_124m", 64, 514e3)]
 )
@@ -230,6 +232,7 @@ def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
         assert more == sums * plain.gradient_bytes  # log2 of the number of a rank's micro-batches
 
 
+@pytest.mark.slow
 def test_tensor_ranks_split_activations_and_wait_for_their_sums(composed):
     words = ("model=gpt2", "optim=adamw", "precision=bf16-mixed", "strategy=fsdp2", *FIXED)
 

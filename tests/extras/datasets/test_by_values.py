@@ -66,6 +66,7 @@ def test_the_order_of_a_mixture_takes_the_windows_of_any_packing(corpora, module
     assert np.bincount(places).tolist() == [50, 20, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_epoch_of_three_packed_sources_has_each_window_once(world, corpora, module_of):
     data = corpora(epochs={"code": 1.0, "poems": 1.0, "prose": 1.0})

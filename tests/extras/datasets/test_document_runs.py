@@ -69,6 +69,7 @@ def test_ranks_that_split_a_model_see_the_same_documents(command, lines):
     assert "documents.mask=true with model.dropout=0.1 does not work with" in error
 
 
+@pytest.mark.slow
 def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
     if find_spec("lockstep_gpt.extras.pages") is None:
         pytest.skip("the panel is an extra of its own, pages")
@@ -84,6 +85,7 @@ def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
         assert norm == pytest.approx(float(logged[step]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_masked_run_resumes_and_generates_the_same_bits(command, lines):
     words = [*words_for(lines), "max_steps=8", "val_every=4", "checkpoint.every=4"]
     command.train(*words, "checkpoint.keep_last=2", "run_dir=run")
@@ -103,6 +105,7 @@ def test_a_masked_run_resumes_and_generates_the_same_bits(command, lines):
     assert command(*prompt).stdout == text
 
 
+@pytest.mark.slow
 def test_sums_in_one_order_have_equal_bits_with_padding(command, lines):
     words = [*words_for(lines), "max_steps=4", "batch.exact_micro_size=2", "checkpoint.every=2"]
     command.train(*words, "run_dir=one")
@@ -140,6 +143,7 @@ def test_wrong_values_are_refused_in_one_line(command, words, error):
     assert error in command("train", "experiment=smoke", *words, status=2).stderr
 
 
+@pytest.mark.slow
 def test_data_without_documents_is_refused_and_leaves_no_run(command):
     words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
     for setting in PACKED:

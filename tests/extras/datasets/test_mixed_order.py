@@ -19,6 +19,7 @@ def order_of(weights, sizes=SIZES, **changes):
     return MixedOrder(sizes, phases(weights, sizes=sizes, planned=10_000, **settings))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0.01, 1), min_size=4, max_size=4), st.integers(0, 10**9), st.integers(0, 9)
 )

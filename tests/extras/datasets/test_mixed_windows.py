@@ -29,6 +29,7 @@ def test_padding_is_some_window(corpora):
     assert windows[np.array([3, -1])].shape == (2, T + 1)
 
 
+@pytest.mark.slow
 def test_sources_may_have_several_files(corpora, tmp_path, single):
     text = np.random.default_rng(0).choice([*"abcdef "], 3_000_000)
     (tmp_path / "long").write_text("".join(text))

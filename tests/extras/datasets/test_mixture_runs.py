@@ -70,6 +70,7 @@ def test_a_killed_run_restarts_to_the_same_bits(world, command, train_and_kill):
     assert one[2:] == other[2:]
 
 
+@pytest.mark.slow
 def test_metrics_have_each_source_s_loss_and_tokens(mixed):
     table = rows(mixed[0].folder / "run")
     tokens = [(int(row["data/tokens/code"]), int(row["data/tokens/prose"])) for row in table]
@@ -158,6 +159,7 @@ def test_a_run_whose_sources_took_turns_by_another_rule_is_refused(tmp_path):
         keep_past({"samples": 6}, config=None, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_tested_as_the_command_evaluate_measures_it(command):
     tests = [f"data.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
     command.train(*words(command), *tests, "test=true", "run_dir=run")
@@ -176,6 +178,7 @@ def test_a_test_without_a_split_for_it_is_one_line_of_the_mixture(command):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_one_tokenizer_is_learned_or_named_for_all_sources(command):
     run_words = [*words(command), "data.tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
     command.train(*run_words)

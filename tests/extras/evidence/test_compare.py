@@ -28,6 +28,7 @@ def copied(compared, command):
     return command
 
 
+@pytest.mark.slow
 def test_runs_in_pairs_end_in_a_verdict_that_one_can_quote(compared, losses_in):
     command, printed = compared
     folder = command.folder / "pairs"
@@ -218,6 +219,7 @@ def test_after_a_signal_the_same_command_continues_to_the_same_losses(
     assert losses_in(folder) == losses_in(compared[0].folder / "pairs")
 
 
+@pytest.mark.slow
 def test_one_command_at_a_time(command, words_of, wait_for):
     words = words_of(command, *VARIANT)
     process = command.start(*words)

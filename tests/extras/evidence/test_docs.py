@@ -24,6 +24,7 @@ def test_its_settings_compose_on_all_sides(line, command):
     assert done.stderr.startswith(f"{PROGRAM} compare: --pairs=1 are too few"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", FINISHED)
 def test_its_finished_runs_are_compared(line, command, compared):
     for side, name in (("base", "a"), ("lr-4e-3", "b")):

@@ -29,6 +29,7 @@ def rewrite(run, change):
     write_checkpoint(content, path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_every_kind_of_record_of_a_clean_run_is_compared(command):
     command.train(*SHORT, "guard.trace=true", "optim=muon", "model=modern_nano", "run_dir=run")
@@ -167,6 +168,7 @@ def test_a_run_without_a_checkpoint_and_a_damaged_one_are_one_line_each(command)
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_changed_when_resumed_needs_a_later_start(command):
     command.train(*SHORT, "checkpoint.keep_last=3", "run_dir=run")
     command("train", "run_dir=run", "resume=auto", "max_steps=12")

@@ -42,6 +42,7 @@ def test_settings_and_defaults_are_those_of_the_callback():
     assert defaults == {parameter.name: str(parameter.default) for parameter in parameters}
 
 
+@pytest.mark.slow
 def test_keys_are_those_of_the_page(show, recorded, tmp_path):
     write_output(tmp_path / "panel.html", panel_page(recorded[0]))
     footer = show(tmp_path / "panel.html").locator("footer kbd").all_inner_texts()

@@ -120,6 +120,7 @@ class Scattered(torch.nn.Module):
         return (loss, None) if with_features else loss
 
 
+@pytest.mark.slow
 def test_a_run_of_a_model_with_a_known_noise_scale_finds_it_to_5_percent(fitted):
     panel = SyncPanel(every=1, smoothing=0.99, files=1)
     fitted(panel, model=Scattered(scale=6, size=2000), max_steps=150, val_every=150)

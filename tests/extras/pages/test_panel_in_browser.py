@@ -192,6 +192,7 @@ def test_text_can_be_read_in_both_schemes(path, show, scheme):
     assert (luminance(body) > 0.5) == (scheme == "light")
 
 
+@pytest.mark.slow
 def test_numbers_move_to_the_mean_unless_motion_is_to_be_reduced(path, show):
     still = show(path)
     act(still, 2)

@@ -77,6 +77,7 @@ def test_three_ranks_average_to_the_bits_of_ddp_with_final_buckets(on_ranks):
     )
 
 
+@pytest.mark.slow
 def test_three_ranks_average_gradients_in_buckets_to_the_bits_of_ddp(on_ranks):
     def averages(recorded):
         steps = gradients_of_three_steps(recorded, "32", kept=True, gradient_as_bucket_view=True)

@@ -46,6 +46,7 @@ def lines(text):
     return [len(re.findall("[ML] ", path)) for path in paths]
 
 
+@pytest.mark.slow
 def test_every_column_of_the_metrics_is_a_curve_through_its_points(run):
     text = report([run])
     titles = ["train/loss (pale), val/loss", *(name for name in run.curves if "loss" not in name)]
@@ -53,6 +54,7 @@ def test_every_column_of_the_metrics_is_a_curve_through_its_points(run):
     assert sorted(lines(text)) == sorted(map(len, run.curves.values()))
 
 
+@pytest.mark.slow
 def test_curves_are_over_steps_or_tokens(run):
     over_steps, over_tokens = (report([run], over) for over in ("steps", "tokens"))
     assert (">steps</text>" in over_steps, ">tokens</text>" in over_steps) == (True, False)
@@ -67,6 +69,7 @@ def test_a_value_that_is_not_finite_leaves_a_gap(run):
     assert (path.count("M "), path.count("L ")) == (2, 2)
 
 
+@pytest.mark.slow
 def test_outcome_receipt_sample_and_environment_are_those_of_the_run(run):
     text = report([run])
     found, _ = rows(text, "Outcome")
@@ -79,6 +82,7 @@ def test_outcome_receipt_sample_and_environment_are_those_of_the_run(run):
     assert unescape(text.split("<pre>")[1].split("</pre>")[0]) == run.samples[-1][1]
 
 
+@pytest.mark.slow
 def test_a_comparison_marks_the_rows_that_differ(run, other):
     text = report([other, run])
     assert "<h1>two, recorded</h1>" in text
@@ -106,6 +110,7 @@ def test_markup_in_samples_and_names_is_text(run):
     assert "<script" not in text
 
 
+@pytest.mark.slow
 def test_equal_runs_have_equal_reports_that_name_no_address_elsewhere(run):
     text = report([run])
     assert text == report([run])
@@ -114,6 +119,7 @@ def test_equal_runs_have_equal_reports_that_name_no_address_elsewhere(run):
     assert not loaded.search(text.partition("<svg")[0] + curves + rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 1400])
 def test_a_browser_shows_it_without_a_network_and_without_scrolling_sideways(
     recorded, tmp_path, show, width
@@ -124,6 +130,7 @@ def test_a_browser_shows_it_without_a_network_and_without_scrolling_sideways(
     assert view.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_a_report_is_in_its_run_or_in_the_folder_of_several(two, tmp_path, capsys):
     runs = [
         shutil.copytree(two[0].folder / "runs" / name, tmp_path / name) for name in ("first", "two")
@@ -143,6 +150,7 @@ def test_without_matplotlib_the_install_command_is_named(recorded, monkeypatch, 
     assert error.endswith(f"run: {install_command('report')}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_disk")
 def test_a_report_on_a_full_disk_keeps_the_old_one(finished, tmp_path, capsys):
     path = tmp_path / "report.html"
@@ -153,6 +161,7 @@ def test_a_report_on_a_full_disk_keeps_the_old_one(finished, tmp_path, capsys):
     assert path.read_text() == "old"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -171,6 +180,7 @@ def test_runs_that_cannot_be_reported_fail_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_no_secret_of_the_configuration_is_in_it(finished):
     run = finished[0].folder / "runs/first"
     values = yaml.safe_load((run / "config.yaml").read_text())
@@ -191,6 +201,7 @@ def long_run(finished, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_report_of_100_000_steps_is_small_and_quick(long_run):
     started = time.process_time()
     text = report([read_run(long_run)])

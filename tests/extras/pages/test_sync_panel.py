@@ -103,6 +103,7 @@ def test_the_screen_ends_with_advice_and_the_command_that_shows_more(recorded):
     assert advice.start() < screen.index("panel runs/recorded") < screen.index("done in")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_recordings_and_noise_scale_to_the_bit(recorded, command):
     run = command.folder / "again"
     shutil.copytree(recorded[0], run)

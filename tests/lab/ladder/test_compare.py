@@ -70,6 +70,7 @@ def test_a_wrong_flag_fails_in_one_line(flag, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_rows_are_printed_as_runs_end_and_a_signal_leaves_no_processes(
     start, tmp_path, processes_of
 ):

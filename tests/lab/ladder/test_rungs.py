@@ -23,6 +23,7 @@ def straight(python, ladder, words, tmp_path_factory):
     return losses(path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_device_resumes_on_two_manual_ranks(
     python, ladder, words, straight, tmp_path
 ):

@@ -84,6 +84,7 @@ def test_with_counts_divided_by_the_excess_both_take_at_most_a_tenth(validation,
     assert before.share(before.validation, before.saving) > 0.1
 
 
+@pytest.mark.slow
 def test_a_slow_validation_is_warned_of_once_with_settings(new_run, tmp_path, caplog):
     run = new_run(
         max_steps=LONG, val_every=2, checkpoint={"every": 1000}, optim={"warmup_steps": 1}
@@ -125,6 +126,7 @@ def test_slow_saving_is_warned_of_with_settings(new_run, tmp_path, caplog, backg
     assert re.fullmatch(rf"{start}{re.escape(other)}checkpoint\.every=\d+", line), line
 
 
+@pytest.mark.slow
 def test_a_short_run_reports_without_a_warning(new_run, tmp_path, caplog):
     caplog.set_level("INFO")
     run = new_run(max_steps=6, val_every=2, checkpoint={"every": 2})
@@ -136,6 +138,7 @@ def test_a_short_run_reports_without_a_warning(new_run, tmp_path, caplog):
     assert 0 < shares["saving_share"] < shares["validation_share"] < 1
 
 
+@pytest.mark.slow
 def test_a_later_report_has_the_newest_validation(new_run, tmp_path, caplog):
     class SlowAtFirst(Callback):
         def on_validation_start(self, trainer, *_):
@@ -192,6 +195,7 @@ def test_a_grace_too_short_for_a_save_is_warned_of_once(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_rank_0_alone_reports_the_shares_and_the_summary_has_them(command):
     two = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "run_dir=run")

@@ -56,6 +56,7 @@ def history(client, run, name):
     return sorted({(metric.step, metric.value) for metric in metrics})
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_settings_and_every_row_of_a_resumed_run(command, client, uri):
     words = (f"logger.mlflow.tracking_uri={uri}", "+logger.mlflow.tags.team=a")
     command.train("logger=mlflow", *words, "run_dir=run", "run_name=mine")
@@ -111,6 +112,7 @@ def test_a_failed_run_is_marked_as_failed(command, client, uri):
     assert the_run(client).info.status == "FAILED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["nope://x", "http://127.0.0.1:9"])
 def test_a_server_that_is_not_there_is_one_warning(command, wrong):
     limits = ("guard.tracker_seconds=5", "max_steps=10")

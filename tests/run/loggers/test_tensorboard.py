@@ -3,6 +3,7 @@ import csv
 import pytest
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_row_of_a_resumed_run_in_one_folder(command):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -192,6 +192,7 @@ def tensorboard_run(folder):
     return TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # MLflow's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
 @pytest.mark.parametrize("kind", [wandb_run, mlflow_run, tensorboard_run])

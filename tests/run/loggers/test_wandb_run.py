@@ -75,6 +75,7 @@ def test_resumed_run_keeps_its_id_and_secrets_stay_out_of_every_file(command, re
     assert [path for path in files if canary.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_failed_run_ends_as_failed_and_sends_an_alert(two, command, records):
     (command.folder / "broken.py").write_text(
@@ -118,6 +119,7 @@ def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
     assert (command.folder / "run/train.log").read_text().count("\nsample\n") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_histograms_and_code_are_logged_on_request(command, read_offline, records):
     store = command.folder / "store"
