@@ -412,6 +412,7 @@ def state(shared: Path) -> Iterator[None]:
     """Keep tests from recording anything in the user's home."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(shared / "state"))
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         yield
 
 

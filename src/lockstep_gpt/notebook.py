@@ -32,14 +32,13 @@ from lockstep_gpt.launch.commands import log_to_stdout
 from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
-from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
-from lockstep_gpt.training import ending, train
+from lockstep_gpt.training import ending, kernels, train
 from lockstep_gpt.training.batches import build_data, tokenizer_of
 from lockstep_gpt.training.building import build_trainer
 from lockstep_gpt.training.counted_targets import CountedTargets
@@ -147,7 +146,8 @@ def _without_directory(values: dict[str, Any]) -> Parts:
     with log_to_stdout():
         values["data"]["fingerprint"] = prepare_data(from_container(values))
     config = from_container(values)
-    choose_matrix_products(config.trainer["accelerator"])
+    config = kernels.decided(config)
+    kernels.use(config)
     torch.manual_seed(config.seed)
     ranks = Ranks()
     batch = train.batch_of(config, ranks)

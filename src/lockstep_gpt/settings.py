@@ -58,7 +58,7 @@ class Checked:
 
     def _check(self, item: Field[Any], value: Any) -> None:
         choices = item.metadata.get("choices")
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             self.refuse(item.name, f"is not one of {', '.join(choices)}")
         if isinstance(value, float) and not math.isfinite(value):
             self.refuse(item.name, "must be a finite number")

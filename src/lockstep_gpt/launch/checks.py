@@ -66,7 +66,7 @@ def _refuse_unshardable(config: Config) -> None:
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
     check_switch("strategy.reduce_each", strategy.get("reduce_each", False))
-    fits = config.precision in ("32-true", "bf16-mixed")
+    fits = config.precision in ("32-true", "bf16-mixed", "auto")
     rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or ddp"
     check("precision", config.precision, fits, rule)
     fits = config.optim.algorithm in SHARDABLE

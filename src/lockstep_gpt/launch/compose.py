@@ -23,7 +23,7 @@ from lockstep_gpt.config import Config, from_container, groups, with_groups
 from lockstep_gpt.config_files import config_folder, refuse_same_names
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import checks, devices
+from lockstep_gpt.launch import checks
 from lockstep_gpt.launch.arguments import translate_arguments
 from lockstep_gpt.launch.hydra_errors import as_user_error, one_line
 from lockstep_gpt.launch.quoting import quote_texts
@@ -104,7 +104,6 @@ def register_schema(*folders: Path) -> None:
     # It returns copies anyway; Hydra also copies the store, a hundred times for --help.
     ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
     # Also groups without a valid default: setting one of their settings sets no other.
-    register_resolver("precision_here", devices.precision_here, replace=True)
     classes = {**groups(), "data": MISSING}  # each data choice brings its own
     config = with_groups(*classes.items())
     store.repo.get("hydra", {}).pop("schema", None)  # entries of an earlier call would stay

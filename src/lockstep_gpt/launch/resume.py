@@ -102,11 +102,23 @@ def _resume_with_choices(run: RunDirectory, composed: DictConfig) -> int:
     values["logger"] = resolving.loggers_of_job(values["logger"], run)
     if values["batch"]["global_size"] is None:
         values["batch"]["global_size"] = run.load().batch.global_size
+    _keep_decisions(values, run.values())
     typed = typed_choices(words)
     overrides = [word for word in words if not names_group(word)]
     _refuse_other_choices(run, values, typed, overrides)
     strategy = values["strategy"] if "strategy" in typed else None
     return resume(run, overrides, values, strategy)
+
+
+def _keep_decisions(composed: dict[str, Any], frozen: dict[str, Any]) -> None:
+    """Replace what `composed` leaves open to a measurement by what the run has decided."""
+    if composed["precision"] == "auto":
+        composed["precision"] = frozen["precision"]
+    kernels = {"measure": False, **frozen.get("kernels", {})}
+    open_ones = {
+        name: kernels.get(name) for name, value in composed["kernels"].items() if value is None
+    }
+    composed["kernels"] |= {"measure": kernels["measure"], **open_ones}
 
 
 def _refuse_other_choices(
@@ -182,7 +194,12 @@ def resume(
     usable_files.refuse_unusable(run)
     if not config.resume_force:
         _refuse_fewer_steps(run, config, steps)
-    resolved = {**values, "trainer": resolving.resolved_trainer(values, placement)}
+    resolved = {
+        **values,
+        "precision": resolving.resolved_precision(values, placement),
+        "kernels": resolving.resolved_kernels(values),
+        "trainer": resolving.resolved_trainer(values, placement),
+    }
     permit = partial(trust.permit, run, sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
@@ -274,6 +291,8 @@ def _updated_values(
         old = OmegaConf.select(base, name)
         new = override.value()
         if new is None and name in DECIDED_ONCE:  # already decided
+            continue
+        if (name, new) == ("precision", "auto"):  # measured when the run began
             continue
         OmegaConf.update(base, name, new, force_add=True)
         if new != old and name != "resume_force":

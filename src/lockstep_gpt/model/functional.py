@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 128  # up to this many tokens, plain products beat the fused kernel on a CPU
-EXACT_ENOUGH = 1e-5  # relative error of a matrix product; one float32 operation rounds by 6e-8
+from lockstep_gpt.model import cpu_kernels
+
 IGNORE = -100  # a target with this value doesn't count
 MANY_LOGITS = 1 << 25  # more logits than this are computed in chunks
 CHUNK_LOGITS = 1 << 23  # logits per chunk
@@ -25,7 +25,7 @@ def causal_attention(
     Queries, keys, values, and the result are (B, n_head, T, D). A `scale` of None is 1 / sqrt(D).
     """
     T, D = q.shape[-2:]
-    if q.device.type != "cpu" or T > SHORT:
+    if q.device.type != "cpu" or cpu_kernels.in_use.longest_plain < T:
         settings: Any = {"is_causal": True, "scale": scale}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
     shares = causal_shares(q, k, scale)
@@ -48,26 +48,12 @@ def causal_shares(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
 def choose_matrix_products(device: str) -> str:
     """Select the fastest float32 matrix products that are exact enough; return their name.
 
-    On CPUs, torch's "medium" uses oneDNN instead of MKL. It is over twice as fast and equally
-    exact, except on processors where it uses bfloat16. So the error is measured first.
+    On a CPU this is a rule; `training/kernels.py` measures.
     """
-    if device != "cpu":
-        torch.set_float32_matmul_precision("high")
-        return "TF32" if device == "cuda" else "Metal"
-    torch.set_float32_matmul_precision("medium")
-    if product_error() < EXACT_ENOUGH:
-        return "oneDNN"
-    torch.set_float32_matmul_precision("highest")
-    return "MKL"
-
-
-def product_error() -> float:
-    """Return the largest error of a float32 matrix product, relative to its largest element."""
-    source = torch.Generator().manual_seed(0)
-    left = torch.randn(512, 512, generator=source)
-    right = torch.randn(512, 512, generator=source)
-    exact = left.double() @ right.double()
-    return float((left @ right - exact).abs().max() / exact.abs().max())
+    if device == "cpu":
+        return cpu_kernels.name_of_products(cpu_kernels.use_exact_products())
+    torch.set_float32_matmul_precision("high")
+    return "TF32" if device == "cuda" else "Metal"
 
 
 def project_to_vocabulary(features: Tensor, head: Tensor, vocab_size: int) -> Tensor:

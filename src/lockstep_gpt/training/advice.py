@@ -5,7 +5,7 @@ import logging
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.model.functional import SHORT
+from lockstep_gpt.model.cpu_kernels import SHORT
 from lockstep_gpt.torch_patches import attention_kernel
 from lockstep_gpt.training.receipt import times
 from lockstep_gpt.training.schedule import Schedule
@@ -45,9 +45,16 @@ def warn_of_old_torch(config: Config) -> None:
 
 def attention(config: Config) -> str:
     """Return how training computes attention here; see `fused_attention`."""
-    if config.trainer.get("accelerator", "cpu") == "cpu" and config.model.block_size <= SHORT:
+    if config.trainer.get("accelerator", "cpu") == "cpu" and is_plain(config):
         return PLAIN_PRODUCTS
     return fused_attention(config)
+
+
+def is_plain(config: Config) -> bool:
+    """Return whether plain products compute attention on a CPU, as decided, or else by rule."""
+    if config.kernels.attention is not None:
+        return config.kernels.attention == "plain"
+    return config.model.block_size <= SHORT
 
 
 def fused_attention(config: Config, is_masked: bool = False) -> str:

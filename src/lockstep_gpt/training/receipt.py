@@ -75,7 +75,7 @@ def times(epochs: float) -> str:
 
 
 def facts(
-    config: Config, model: GPT, data: LightningDataModule, trainer: Trainer, products: str
+    config: Config, model: GPT, data: LightningDataModule, trainer: Trainer, kernels: str
 ) -> dict[str, str]:
     """Return the lines of the receipt that only the running rank knows."""
     strategy = type(trainer.strategy).__name__
@@ -92,7 +92,7 @@ def facts(
         **data_lines(config, data),
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
         f"{counted(torch.get_num_threads(), 'thread')} each",
-        "kernels": f"matrix products by {products}",
+        "kernels": kernels,
         "strategy": strategy,
         **batchnorm_line(config, model),
     }

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -25,7 +24,7 @@ from lockstep_gpt.distributed.ranks import (
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
@@ -49,7 +48,7 @@ from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
-from lockstep_gpt.training import ending, receipt
+from lockstep_gpt.training import ending, kernels, receipt
 from lockstep_gpt.training.advice import advise, attention, warn_of_sudden_rate
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
 from lockstep_gpt.training.building import (
@@ -75,7 +74,6 @@ class Training:
 
     directory: RunDirectory
     rank: int
-    kernels: str  # what computes matrix products
     batch: BatchPlan
     data: LightningDataModule
     module: GPTModule  # has the configuration, the schedule, and the tokenizer
@@ -94,7 +92,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
     """
     config = directory.load()
     ranks = Ranks.from_environment()
-    with routed_output(directory, ranks, config) as terminal, _same_precision_afterward():
+    with routed_output(directory, ranks, config) as terminal, cpu_kernels.restored_afterward():
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)
@@ -127,7 +125,8 @@ def assemble(
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
     record_collectives(backend_of(config), directory.rank_logs)
     join(ranks, config, store)
-    kernels = choose_matrix_products(config.trainer["accelerator"])
+    config = kernels.decided(config, directory)
+    kernels.use(config)
     torch.manual_seed(config.seed)
 
     # Data and model.
@@ -166,7 +165,7 @@ def assemble(
     )
     memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
     return Training(
-        directory, ranks.rank, kernels, batch, data, module, resume, metrics, metrics_file, trainer
+        directory, ranks.rank, batch, data, module, resume, metrics, metrics_file, trainer
     )
 
 
@@ -203,7 +202,11 @@ def announce(training: Training) -> None:
     epochs = epochs_of(training.data, schedule.total_steps * training.batch.global_size)
     advise(config, epochs)
     facts = receipt.facts(
-        config, training.module.model, training.data, training.trainer, training.kernels
+        config,
+        training.module.model,
+        training.data,
+        training.trainer,
+        kernels.receipt_line(config, training.directory.decisions().get("measured", {})),
     )
     details = {
         "attention": attention(config),
@@ -272,16 +275,6 @@ def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:
         ending.write_summary(directory, status, training.trainer, facts)
     for run in tracked_runs(training.trainer.loggers):
         run.close(status)
-
-
-@contextlib.contextmanager
-def _same_precision_afterward() -> Iterator[None]:
-    """Restore what torch computes float32 products with, for a caller that goes on."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lockstep_gpt.extras.evidence.sides import Runs
 from lockstep_gpt.run.directory import MAY_DIFFER, differences, flat, some_of
 
 # What a run is called, where it is, and who hears of it.
-NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")
+NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir", "kernels.threads")
 OF_VALIDATION = ("data.val_tokens", "data.val_fraction", "model.block_size")
 RATE = "optim.lr"
 MUCH_SLOWER = 1.2  # seconds per step of one side, divided by those of the other
@@ -148,7 +148,7 @@ def refuse_other_runs(folder: Path, setting: Setting, values: dict[str, Any]) ->
     closed = [
         line
         for line in differences(values, setting.values, free=free)
-        if setting.value(line.partition("=")[0]) is not None
+        if setting.value(line.partition("=")[0]) not in (None, "auto")
     ]
     if setting.value("data.fingerprint") != values["data"]["fingerprint"]:
         closed.append("other data")
