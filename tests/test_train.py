@@ -24,6 +24,7 @@ def test_the_run_directory_contains_the_documented_files(finished):
         ".saved",
         ".token",
         "config.yaml",
+        "kernels.json",
         "train.log",
         "metrics.csv",
         "summary.json",

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -66,6 +67,14 @@ def mark_overflow(scaler: Any, optimizer: Optimizer, skip: Tensor) -> None:
 def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
     """Return copies of DDP's gradient buckets, which it keeps private, filled with zeros."""
     return list(ddp.reducer._get_zeros_like_grad_buckets())
+
+
+def compiling_one_graph() -> AbstractContextManager[Any]:
+    """Return a context in which a compiled model under DDP stays one graph.
+
+    torch cuts it at the borders of DDP's buckets, and has no public name for not doing so.
+    """
+    return torch._dynamo.config.patch(optimize_ddp=False)
 
 
 def processes_of(agent: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.gathering import ALL_GATHER
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.torch_patches import BatchNorm
+from lockstep_gpt.torch_patches import BatchNorm, compiling_one_graph
 
 
 class PairwiseSum:
@@ -188,7 +188,7 @@ def gradient_sums(config: Config) -> list[GradientSums]:
     sums.undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(config.batch.exact_threads)
     if config.compile:  # it would compile a part per DDP bucket, which one rank doesn't have
-        sums.undo.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+        sums.undo.enter_context(compiling_one_graph())
     if config.trainer["accelerator"] == "cuda":  # some kernels add in the order in which they end
         sums.undo.callback(
             torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()

@@ -203,7 +203,7 @@ def resume(
     permit = partial(trust.permit, run, sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
-    return start.start(ResumedRun(run, config, resolved, before, changes, permit))
+    return start.start(ResumedRun(run, config, resolved, changes, permit))
 
 
 @dataclass
@@ -213,7 +213,6 @@ class ResumedRun:
     run: RunDirectory
     config: Config
     values: dict[str, Any]
-    before: dict[str, Any]  # the values that are frozen now
     changes: list[str]  # what the command changes of them, as lines
     permit: Callable[[], None]
 
@@ -229,21 +228,23 @@ class ResumedRun:
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._logged = b""
-        if self.run.overrides.exists():
-            self._logged = self.run.overrides.read_bytes()
+        files = (self.run.config, self.run.kernels, self.run.overrides)
+        self._files = {path: path.read_bytes() if path.exists() else None for path in files}
         with self.run.writing(UserError):
             with replacing(self.run.overrides) as file:
-                file.write(self._logged)
+                file.write(self._files[self.run.overrides] or b"")
                 file.writelines(f"{now}  {change}\n".encode() for change in self.changes)
             self.run.refreeze(values)
         print(f"resuming {self.run.path}", *self.changes, sep="\n  ")
 
     def undo(self) -> None:
-        """Freeze the earlier values again, and remove the changes from the log."""
-        self.run.refreeze(self.before)
-        with replacing(self.run.overrides) as file:
-            file.write(self._logged)
+        """Restore the files that `freeze` has changed."""
+        for path, content in self._files.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+                continue
+            with replacing(path) as file:
+                file.write(content)
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:

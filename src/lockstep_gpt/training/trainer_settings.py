@@ -80,3 +80,4 @@ def check_strategy(strategy: dict[str, Any]) -> None:
         check(f"strategy.{name}", value, fits, "must be a number above 0")
     for name in SWITCHES:
         check_switch(f"strategy.{name}", strategy.get(name, False))
+    check_choice("strategy.split_graph", strategy.get("split_graph", True), (True, False, "auto"))

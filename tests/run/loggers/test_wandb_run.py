@@ -48,7 +48,7 @@ def test_two_ranks_make_one_offline_run_with_every_metric_of_the_csv(two, read_o
 def test_the_logged_configuration_is_complete_with_derived_values(two, read_offline):
     folder = two[0].folder / "runs/two"
     _, config, _ = read_offline(folder)
-    frozen = yaml.safe_load((folder / "config.yaml").read_text())
+    frozen = RunDirectory(folder).values()
     assert {name: config[name] for name in frozen} == frozen
     derived = {"world_size": 2, "global_batch_size": 8, "tokens_per_step": 256, "scaled_lr": 0.003}
     assert {name: config[name] for name in derived} == derived
