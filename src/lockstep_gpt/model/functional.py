@@ -56,6 +56,13 @@ def choose_matrix_products(device: str) -> str:
     return "TF32" if device == "cuda" else "Metal"
 
 
+def is_narrow(device: str) -> bool:
+    """Return whether autocast computes in bfloat16, whose range is float32's."""
+    return (
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    )
+
+
 def project_to_vocabulary(features: Tensor, head: Tensor, vocab_size: int) -> Tensor:
     """Turn features (..., C) and head weights (V padded, C) into logits (..., vocab_size).
 

@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.final_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.final_norm = Norm(config.n_embd, bias=config.bias)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -96,6 +96,8 @@ class GPT(nn.Module):
         """Return the head's input, (B, T, C), for `tokens`, (B, T)."""
         x = self.token_embedding(tokens.long())  # (B, T, C)
         x = self.dropout(x + self.position_embedding.weight[self.positions(tokens)])
+        if self.config.residual_dtype == "bfloat16" and functional.is_narrow(x.device.type):
+            x = x.bfloat16()
         for block in self.blocks:
             x = block(x)
         return self.final_norm(x)
@@ -179,14 +181,27 @@ def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
     return model
 
 
+class Norm(nn.LayerNorm):
+    """LayerNorm (Ba et al. 2016) whose result has the type of its input, also under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (..., C), in its last dimension."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):  # it would return float32
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            weight = self.weight.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Block(nn.Module):
     """Attention, then the MLP, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attention_norm = Norm(config.n_embd, bias=config.bias)
         self.attention = CausalSelfAttention(config)
-        self.mlp_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp_norm = Norm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -20,6 +20,13 @@ class ModelConfig(Checked):
     n_embd: int = setting("width of the residual stream, C", at_least=1)
     dropout: float = setting("dropout probability", 0.0, on_resume="free", at_least=0, below=1)
     bias: bool = setting("biases in linear layers and norms, as in GPT-2", True)
+    # Presets of new runs set it to bfloat16; a run that an earlier version began keeps float32.
+    residual_dtype: str = setting(
+        "gpt: type of the residual stream with precision=bf16-mixed; bfloat16 takes less memory "
+        "and time; modern: always bfloat16",
+        "float32",
+        choices=("float32", "bfloat16"),
+    )
     architecture: str = setting("gpt, modern, or another module of model/", "gpt")
     activation_checkpointing: bool = setting(
         "keep only inputs of blocks, recompute the rest in backward", False, on_resume="free"

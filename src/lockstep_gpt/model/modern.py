@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep_gpt.model import gpt
-from lockstep_gpt.model.functional import causal_attention
+from lockstep_gpt.model.functional import causal_attention, is_narrow
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.settings import check
 
@@ -83,12 +83,12 @@ class GPT(gpt.GPT):
 
         # bfloat16 has float32's range, so everything in between can use it, not only products.
         device = tokens.device.type
-        is_narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
-        dtype = BF16 if is_narrow else x.dtype
+        narrow = is_narrow(device)
+        dtype = BF16 if narrow else x.dtype
         x = x.to(dtype)
         cos = self.cos[positions].to(dtype)
         sin = self.sin[positions].to(dtype)
-        with torch.autocast(device, enabled=False) if is_narrow else nullcontext():
+        with torch.autocast(device, enabled=False) if narrow else nullcontext():
             for block in self.blocks:
                 x = block(x, cos, sin)
             return norm(x)
