@@ -78,7 +78,8 @@ class SplitCrossEntropy(torch.autograd.Function):
             logits = F.linear(features[chunk], head).to(wide)
             logits[:, max(0, vocab_size - first) :] = -math.inf
             log_p = logits.sub_(log_sums(logits, ranks)[:, None])
-            loss -= (log_p.gather(1, own[chunk])[:, 0] * shares[chunk]).where(here[chunk], 0).sum()
+            own_log_p = (log_p.gather(1, own[chunk])[:, 0] * shares[chunk]).where(here[chunk], 0)
+            loss = loss - own_log_p.sum()  # not in place, as in `functional.ChunkedCrossEntropy`
             if grads:
                 slope = log_p.exp_().mul_(weights[chunk, None])
                 slope.scatter_add_(1, own[chunk], -shares[chunk, None])

@@ -152,7 +152,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(features[chunk], head)
             logits[:, vocab_size:] = -math.inf
             log_p = F.log_softmax(logits, dim=1, dtype=wide)
-            loss -= (log_p.gather(1, targets[chunk])[:, 0] * weights[chunk]).sum()
+            # Not in place: torch 2.11 compiles a returned tensor that was changed to no gradient.
+            loss = loss - (log_p.gather(1, targets[chunk])[:, 0] * weights[chunk]).sum()
             if grads:
                 slope = log_p.exp_()
                 slope.scatter_(1, targets[chunk], slope.gather(1, targets[chunk]) - 1)

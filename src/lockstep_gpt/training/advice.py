@@ -32,12 +32,17 @@ def advise(config: Config, epochs: float | None) -> None:
 
 
 def warn_of_old_torch(config: Config) -> None:
-    """Warn if torch is so old that compiled code can be wrong, as losses in chunks are in 2.11."""
+    """Warn if torch is so old that compiled code may be wrong.
+
+    2.11 gives an `autograd.Function` that returns a tensor changed in place no gradient
+    (pytorch#180642). Ours avoid that, but those of other code may not.
+    """
     installed = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if config.compile and installed < OLDEST_TORCH:
         logger.warning(
-            "torch %s is older than %d.%d, and can compute wrong gradients with compile=true: "
-            "install a newer one, or set compile=false",
+            "torch %s is older than %d.%d, the oldest that is tested, and with compile=true can "
+            "compute wrong gradients of a model of your own: install a newer one, or set "
+            "compile=false",
             torch.__version__,
             *OLDEST_TORCH,
         )
