@@ -1,6 +1,7 @@
 """Warnings before training about settings that will not have the intended effect."""
 
 import logging
+import os
 
 import torch
 
@@ -15,6 +16,9 @@ logger = logging.getLogger(__name__)
 PLAIN_PRODUCTS = "plain matrix products"
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
 OLDEST_TORCH = (2, 12)  # as in pyproject.toml; without pip, as in some containers, it may be older
+# Compute capabilities where torch takes cuDNN's attention, if cuDNN is newer than 9.15.0: Hopper,
+# where FlashAttention costs 9 to 10 % of a run (nanochat's log, 11 January 2026), and Blackwell.
+PREFERS_CUDNN = {(9, 0), (10, 0), (10, 3)}
 HIGH_SCALE = 4  # times the tuned rate; without warmup, it often diverges (Goyal et al. 2017)
 
 
@@ -55,6 +59,23 @@ def attention(config: Config) -> str:
     return fused_attention(config)
 
 
+def attention_line(config: Config) -> str:
+    """Return the receipt's line on attention: on GPUs, also cuDNN's version, which decides it."""
+    version = cudnn_version()
+    if config.trainer.get("accelerator", "cpu") != "cuda" or not version:
+        return attention(config)
+    return f"{attention(config)}, with cuDNN {version} installed"
+
+
+def cudnn_version() -> str:
+    """Return the version of cuDNN that torch has loaded, such as 9.15.1; empty without cuDNN."""
+    number = torch.backends.cudnn.version()
+    if number is None:
+        return ""
+    thousands = 10_000 if number >= 90_000 else 1000  # of the major version, from 9 on
+    return f"{number // thousands}.{number % thousands // 100}.{number % 100}"
+
+
 def fused_attention(config: Config, is_masked: bool = False) -> str:
     """Return the kernel that torch chooses for attention in training, such as `flash` or `cudnn`.
 
@@ -79,8 +100,11 @@ def fused_attention(config: Config, is_masked: bool = False) -> str:
 
 
 def warn_of_slow_attention(config: Config) -> None:
-    """Warn if a GPU does not have a fused kernel for attention, and name settings with one."""
-    if attention(config) == "math" and config.trainer["accelerator"] == "cuda":
+    """Warn if a GPU does not have its fastest kernel for attention, and say how to get it."""
+    if config.trainer.get("accelerator", "cpu") != "cuda":
+        return
+    kernel = attention(config)
+    if kernel == "math":
         # Before compute capability 8.0 (a T4, a V100), neither attention nor Inductor has bfloat16.
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "16"
         logger.warning(
@@ -88,6 +112,25 @@ def warn_of_slow_attention(config: Config) -> None:
             "model.n_embd / model.n_head divisible by 8 and at most 256",
             half,
         )
+    elif kernel == "flash" and lacks_cudnn_attention():
+        logger.warning(
+            "attention uses FlashAttention with cuDNN %s, which costs about a tenth of the speed "
+            "on this GPU: install a torch wheel with cuDNN above 9.15.0, and unset "
+            "LD_LIBRARY_PATH, which may name an older one",
+            cudnn_version() or "missing",
+        )
+
+
+def lacks_cudnn_attention() -> bool:
+    """Return whether torch would take cuDNN's attention on this GPU if its cuDNN was newer.
+
+    A user can turn it off, and so do deterministic kernels, as with `batch.exact_micro_size`.
+    """
+    is_wanted = torch.backends.cuda.cudnn_sdp_enabled() and not (
+        torch.are_deterministic_algorithms_enabled()
+        or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    )
+    return is_wanted and torch.cuda.get_device_capability() in PREFERS_CUDNN
 
 
 def warn_of_sudden_rate(schedule: Schedule) -> None:
