@@ -210,6 +210,26 @@ def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits(dtype,
         assert difference < tolerance
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_shared_keys_have_the_results_and_gradients_of_copied_ones(heads):
+    source = torch.Generator("cuda").manual_seed(0)
+    given = [
+        torch.randn(2, 256, count, 64, generator=source, device="cuda", dtype=torch.bfloat16)
+        for count in (8, heads, heads, 8)
+    ]
+    results = []
+    for is_copied in (False, True):
+        leaves = [x.clone().requires_grad_() for x in given[:3]]
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        if is_copied:
+            k, v = (x.repeat_interleave(8 // heads, dim=1) for x in (k, v))
+        y = functional.causal_attention(q, k, v, 0.0)
+        y.backward(given[3].transpose(1, 2))
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, reference in zip(*results, strict=True):
+        assert (ours - reference).norm() < 2e-2 * reference.norm()
+
+
 @pytest.mark.skipif(not BENCHMARK.exists(), reason="the template's own")
 def test_our_command_is_as_fast_as_a_plain_loop(tmp_path, record_property):
     file = tmp_path / "speed.json"

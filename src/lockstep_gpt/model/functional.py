@@ -23,10 +23,12 @@ def causal_attention(
     """Let each token attend to itself and earlier tokens (Vaswani et al. 2017, section 3.2).
 
     Queries, keys, values, and the result are (B, n_head, T, D). A `scale` of None is 1 / sqrt(D).
+    Keys and values may have fewer heads, of which each is for several neighboring queries' heads.
     """
+    k, v, is_shared = with_heads_of(q, k, v)
     T, D = q.shape[-2:]
     if q.device.type != "cpu" or T > SHORT:
-        settings: Any = {"is_causal": True, "scale": scale}
+        settings: Any = {"is_causal": True, "scale": scale, "enable_gqa": is_shared}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
     shares = causal_shares(q, k, scale)
     return (F.dropout(shares, dropout) @ v.reshape(-1, T, D)).view(q.shape)
@@ -43,6 +45,32 @@ def causal_shares(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(later, q.reshape(-1, T, D), k.reshape(-1, T, D).mT, alpha=scale)
     return scores.softmax(dim=-1)
+
+
+def with_heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return keys and values, copied for each head of the queries unless a kernel shares them.
+
+    The last result is whether a kernel does.
+    """
+    copies = q.shape[-3] // k.shape[-3]
+    if copies == 1:
+        return k, v, False
+    if shares_heads(q):
+        return k, v, True
+    return k.repeat_interleave(copies, dim=-3), v.repeat_interleave(copies, dim=-3), False
+
+
+def shares_heads(q: Tensor) -> bool:
+    """Return whether FlashAttention or cuDNN's attention runs for `q`: only they share heads.
+
+    torch would otherwise take its slow kernel without fusion.
+    """
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 128  # some GPUs have no fused kernel for the gradients of wider heads
+        and torch.cuda.get_device_properties(q.device).major >= 8
+    )
 
 
 def choose_matrix_products(device: str) -> str:

@@ -6,7 +6,7 @@ import os
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.model.functional import SHORT
+from lockstep_gpt.model.functional import SHORT, shares_heads
 from lockstep_gpt.torch_patches import attention_kernel
 from lockstep_gpt.training.receipt import times
 from lockstep_gpt.training.schedule import Schedule
@@ -95,7 +95,10 @@ def fused_attention(config: Config, is_masked: bool = False) -> str:
         requires_grad=True,
     )
     mask = torch.empty((1, 1, T, T), device=device, dtype=torch.bool) if is_masked else None
-    kernel = attention_kernel(q, model.dropout, mask)
+    k = q
+    if model.n_kv_head and not is_masked and shares_heads(q):
+        k = q[:, : model.n_kv_head]
+    kernel = attention_kernel(q, model.dropout, mask, k)
     return kernel.name.removesuffix("_ATTENTION").lower()
 
 
