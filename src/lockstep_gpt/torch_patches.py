@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +91,16 @@ def handle_signals_with(handler: Any) -> None:
     import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
     multiprocessing._terminate_process_handler = handler
+
+
+def limit_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the longest wait of a group that torch made itself, such as a dimension of a mesh.
+
+    It gives these its default, whatever that of all ranks is; only its Options, which differ by
+    backend, could say another one.
+    """
+    if dist.get_backend(group) in ("nccl", "gloo"):  # torch warns of others
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def name_callers_without_source() -> None:

@@ -36,6 +36,7 @@ from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.torch_patches import limit_waits
 
 
 def build_fsdp2(
@@ -113,6 +114,12 @@ class ShardedStrategy(ModelParallelStrategy):
         self._reshard = reshard_after_forward
         self._save_parts = save_parts
         self._reduce_each = reduce_each
+
+    def setup_environment(self) -> None:
+        """Connect; all groups have the timeout that is set, those of the mesh too."""
+        super().setup_environment()
+        for group in self.device_mesh.get_all_groups():
+            limit_waits(group, self._timeout)
 
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.

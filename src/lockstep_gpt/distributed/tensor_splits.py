@@ -29,9 +29,7 @@ class TensorRanks:
         """Return the sum of the ranks' tensors; every rank of the group must call this."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
-        # Not the changed tensor itself: torch 2.11 compiles a Function that returns one to no
-        # gradient (pytorch#180642).
-        return total.view_as(total)
+        return total
 
     def each(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks; every rank of the group must call this."""

@@ -91,7 +91,7 @@ class SplitCrossEntropy(torch.autograd.Function):
                     grads[1].add_(slope.T @ features[chunk])
         ctx.save_for_backward(*grads)
         ctx.head_dtype = head.dtype
-        return ranks.sum_of(loss)
+        return ranks.sum_of(loss).clone()  # not the tensor changed in place; FSDP warns of a view
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
