@@ -105,6 +105,22 @@ def test_a_compiled_run_gives_the_losses_of_an_eager_one(command, record_propert
     assert compiled["val_loss"] == pytest.approx(eager["val_loss"], abs=3e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated. Methods on autograd")  # torch's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("architecture", ["gpt", "modern"])
+def test_each_tensor_s_gradient_in_bfloat16_is_that_of_float32(
+    gradients, wrong_gradients, record_property, architecture, compiled, in_chunks
+):
+    torch._dynamo.reset()
+    shape = {"tokens": 256, "width": 128}
+    errors = gradients(architecture, "cuda", in_chunks=in_chunks, **shape).errors(compiled)
+    record_property("largest error", f"{max(errors.values()):.1e}")
+    assert not wrong_gradients(errors)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed(command, optimizer, precision):
