@@ -22,21 +22,12 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
-from lockstep_gpt.distributed.rank_states import (
-    is_of_rank,
-    state_of_rank,
-    with_own_shards,
-)
-from lockstep_gpt.distributed.sharded_states import (
-    OwnShard,
-    gathered,
-    share_of,
-)
+from lockstep_gpt.distributed.rank_states import is_of_rank, state_of_rank, with_own_shards
+from lockstep_gpt.distributed.sharded_states import OwnShard, gathered, share_of
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
-from lockstep_gpt.lightning_patches import skip_teardown
+from lockstep_gpt.lightning_patches import limit_waits_in_mesh, skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.torch_patches import limit_waits
 
 
 def build_fsdp2(
@@ -118,8 +109,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Connect; all groups have the timeout that is set, those of the mesh too."""
         super().setup_environment()
-        for group in self.device_mesh.get_all_groups():
-            limit_waits(group, self._timeout)
+        limit_waits_in_mesh(self)
 
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.

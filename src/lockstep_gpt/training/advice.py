@@ -2,6 +2,7 @@
 
 import logging
 import os
+from typing import Any
 
 import torch
 
@@ -69,7 +70,8 @@ def attention_line(config: Config) -> str:
 
 def cudnn_version() -> str:
     """Return the version of cuDNN that torch has loaded, such as 9.15.1; empty without cuDNN."""
-    number = torch.backends.cudnn.version()
+    cudnn: Any = torch.backends.cudnn
+    number = cudnn.version()
     if number is None:
         return ""
     thousands = 10_000 if number >= 90_000 else 1000  # of the major version, from 9 on
@@ -129,7 +131,8 @@ def lacks_cudnn_attention() -> bool:
 
     A user can turn it off, and so do deterministic kernels, as with `batch.exact_micro_size`.
     """
-    is_wanted = torch.backends.cuda.cudnn_sdp_enabled() and not (
+    cuda: Any = torch.backends.cuda
+    is_wanted = cuda.cudnn_sdp_enabled() and not (
         torch.are_deterministic_algorithms_enabled()
         or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     )
