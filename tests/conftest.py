@@ -53,7 +53,7 @@ COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
-PLUGINS = ("composition", "miniature")  # files of fixtures for all tests
+PLUGINS = ("composition", "gradients", "miniature")  # files of fixtures for all tests
 # Python's defaults: a command in this process should warn like one in a separate process.
 USUAL_FILTERS = (
     ("ignore", ResourceWarning),

@@ -105,6 +105,22 @@ def test_a_compiled_run_gives_the_losses_of_an_eager_one(command, record_propert
     assert compiled["val_loss"] == pytest.approx(eager["val_loss"], abs=3e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated. Methods on autograd")  # torch's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("architecture", ["gpt", "modern"])
+def test_each_tensor_s_gradient_in_bfloat16_is_that_of_float32(
+    gradients, wrong_gradients, record_property, architecture, compiled, in_chunks
+):
+    torch._dynamo.reset()
+    shape = {"tokens": 256, "width": 128}
+    errors = gradients(architecture, "cuda", in_chunks=in_chunks, **shape).errors(compiled)
+    record_property("largest error", f"{max(errors.values()):.1e}")
+    assert not wrong_gradients(errors)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed(command, optimizer, precision):
@@ -208,6 +224,26 @@ def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits(dtype,
     for ours, theirs in zip(*results, strict=True):
         difference = (ours.double() - theirs).norm() / theirs.norm()
         assert difference < tolerance
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_shared_keys_have_the_results_and_gradients_of_copied_ones(heads):
+    source = torch.Generator("cuda").manual_seed(0)
+    given = [
+        torch.randn(2, 256, count, 64, generator=source, device="cuda", dtype=torch.bfloat16)
+        for count in (8, heads, heads, 8)
+    ]
+    results = []
+    for is_copied in (False, True):
+        leaves = [x.clone().requires_grad_() for x in given[:3]]
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        if is_copied:
+            k, v = (x.repeat_interleave(8 // heads, dim=1) for x in (k, v))
+        y = functional.causal_attention(q, k, v, 0.0)
+        y.backward(given[3].transpose(1, 2))
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, reference in zip(*results, strict=True):
+        assert (ours - reference).norm() < 2e-2 * reference.norm()
 
 
 @pytest.mark.skipif(not BENCHMARK.exists(), reason="the template's own")

@@ -33,6 +33,15 @@ def test_the_kernel_of_attention_is_the_one_that_runs(dropout, mask, attention_o
     assert (kernel == SDPBackend.MATH) == bool(dropout)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_the_kernel_for_shared_keys_is_the_one_that_runs(heads, attention_operations):
+    q, k = torch.zeros(1, 4, 256, 32), torch.zeros(1, heads, 256, 32)
+    with attention_operations() as ran:
+        scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    kernel = torch_patches.attention_kernel(q, 0.0, k=k)
+    assert ran == [kernel.name.removesuffix("_ATTENTION").lower()]
+
+
 def updated(skip):
     """Return a weight after one update by a loss scaler that was told to `skip` it."""
     weight = torch.nn.Parameter(torch.ones(1))

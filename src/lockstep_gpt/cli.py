@@ -18,7 +18,7 @@ from lockstep_gpt.errors import (
     refusing_long_names,
 )
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.processes import end_process, print_error, refuse_as_program
+from lockstep_gpt.processes import end_process, own_process, print_error, refuse_as_program
 from lockstep_gpt.registry import Command, additions, resolved
 from lockstep_gpt.stop_signals import Interrupted
 
@@ -38,6 +38,7 @@ def run() -> NoReturn:
 
     The command's handlers of signals stay until the end: a late signal changes nothing.
     """
+    own_process()
     standard_streams.open_missing()
     standard_streams.show_every_character()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, every child seems to succeed

@@ -3,8 +3,10 @@
 from typing import Any
 
 from lightning import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+
+from lockstep_gpt.torch_patches import limit_waits
 
 
 class StepAxis(_LoggerConnector):
@@ -78,3 +80,13 @@ def skip_teardown(trainer: Trainer) -> None:
     """
     patched: Any = trainer
     patched._teardown = trainer._signal_connector.teardown  # gives signals their handlers again
+
+
+def limit_waits_in_mesh(strategy: ModelParallelStrategy) -> None:
+    """Let the groups of a strategy's mesh wait as long as that of all ranks.
+
+    Lightning tells the limit only to the latter; torch gives the others its own default.
+    """
+    assert strategy._timeout is not None
+    for group in strategy.device_mesh.get_all_groups():
+        limit_waits(group, strategy._timeout)

@@ -22,6 +22,7 @@ from lockstep_gpt.python_patches import run_exit_handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+_is_own = False  # whether this process runs nothing but our command
 _exit_seconds: float | None = None  # None: exit handlers may take any time
 
 
@@ -78,6 +79,23 @@ def import_all(modules: list[str]) -> None:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
+
+
+def own_process() -> None:
+    """Note that this process runs nothing but our command, and ends with it."""
+    global _is_own
+    _is_own = True
+
+
+def freeze_lasting_objects() -> None:
+    """Exclude what exists now from garbage collection, if this process is ours and a rank.
+
+    A collection scans all of it, which stops a rank, and so all of them, for up to half a second.
+    Other processes, such as a notebook's or a sweep's, go on: what they keep may become garbage.
+    """
+    if _is_own and "RANK" in os.environ:
+        gc.collect()
+        gc.freeze()
 
 
 def end_process(status: int) -> NoReturn:

@@ -101,7 +101,7 @@ def check_switch(setting: str, value: Any) -> None:
     check(setting, value, isinstance(value, bool), "must be true or false")
 
 
-def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> None:
+def check_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise a `UserError` if a setting is not one of its choices."""
     check(setting, value, value in choices, f"is not one of {', '.join(map(as_typed, choices))}")
 

@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
@@ -18,17 +20,25 @@ R = TypeVar("R")
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
-def attention_kernel(q: Tensor, dropout: float, mask: Tensor | None = None) -> SDPBackend:
+def attention_kernel(
+    q: Tensor, dropout: float, mask: Tensor | None = None, k: Tensor | None = None
+) -> SDPBackend:
     """Return the kernel that scaled dot-product attention would take for queries like `q`.
 
     Public functions only say which kernels are enabled, not which one is chosen.
 
     Args:
-        q: of shape (B, heads, T, width of a head); keys and values have the same.
+        q: of shape (B, heads, T, width of a head).
         dropout: probability that a weight is set to 0; some kernels can't do that.
         mask: whether a query sees a key; None: each sees itself and earlier ones.
+        k: keys and values; if they have fewer heads, several queries' heads share one. None: of the
+            shape of `q`.
     """
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, mask, dropout, mask is None))
+    if k is None:
+        k = q
+    is_shared = k.shape[1] < q.shape[1]
+    choice = torch._fused_sdp_choice(q, k, k, mask, dropout, mask is None, enable_gqa=is_shared)
+    return SDPBackend(choice)
 
 
 def has_fast_bfloat16() -> bool:
@@ -74,7 +84,8 @@ def compiling_one_graph() -> AbstractContextManager[Any]:
 
     torch cuts it at the borders of DDP's buckets, and has no public name for not doing so.
     """
-    return torch._dynamo.config.patch(optimize_ddp=False)
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(optimize_ddp=False)
+    return patch
 
 
 def processes_of(agent: Any) -> Any:
@@ -90,6 +101,16 @@ def handle_signals_with(handler: Any) -> None:
     import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
     multiprocessing._terminate_process_handler = handler
+
+
+def limit_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the longest wait of a group that torch made itself, such as a dimension of a mesh.
+
+    It gives these its default, whatever that of all ranks is; only its Options, which differ by
+    backend, could say another one.
+    """
+    if dist.get_backend(group) in ("nccl", "gloo"):  # torch warns of others
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def name_callers_without_source() -> None:

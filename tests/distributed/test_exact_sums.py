@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sizes import exact_world_sizes, gradient_copies
-from lockstep_gpt.distributed.exact_sums import GradientSums, PairwiseSum
+from lockstep_gpt.distributed.exact_sums import GradientSums, PairwiseSum, gradient_sums
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import plan_batch
@@ -169,6 +169,42 @@ def test_a_mean_of_twelve_is_that_of_the_tree(new_run):
     expected = torch.autograd.grad(sum(losses) / 12, [*model.parameters()])
     for found, reference in zip(step.gradients, expected, strict=True):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-6)
+
+
+class KernelFlags(Callback):
+    """Keeps which kernels may run in each micro-batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, *_):
+        self.seen.append(kernel_flags())
+
+
+def kernel_flags():
+    cuda = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+    )
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_exact_runs_on_gpus_use_no_cudnn_attention_and_leave_the_flags_as_they_were(
+    new_run, monkeypatch, cudnn
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    run = new_run(max_steps=1, batch=EXACT, trainer={"accelerator": "cuda"})
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        (sums,), flags = gradient_sums(run.config), KernelFlags()
+        run.fit(sums, flags)
+        assert flags.seen == [(True, False, True)] * 4
+        assert kernel_flags() == (False, cudnn, True)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_model_with_a_batchnorm_is_rejected(new_run):

@@ -15,6 +15,7 @@ from lockstep_gpt.model.functional import (
     linear_cross_entropy,
     most_whole_logits,
     perplexity,
+    shares_heads,
 )
 
 VOCAB, PADDED, C = 10, 64, 8
@@ -172,6 +173,72 @@ def test_attention_of_every_length_equals_torch_s(length):
     q, k, v = torch.randn(3, 2, 4, length, 8)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(causal_attention(q, k, v, 0.0), expected, atol=1e-6)
+
+
+def attended(attend, heads, length, dtype):
+    """Return what 4 heads of queries and `heads` of keys and values give, and their gradients."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, length, count, 8, generator=source).to(dtype).requires_grad_()
+        for count in (4, heads, heads)
+    )
+    y = attend(*(x.transpose(1, 2) for x in (q, k, v)))
+    y.backward(torch.randn(y.shape, generator=source).to(dtype))
+    return y.detach(), q.grad, k.grad, v.grad
+
+
+def attend_with_copies(q, k, v):
+    k, v = (x.repeat_interleave(4 // x.shape[1], dim=1) for x in (k, v))
+    return causal_attention(q, k, v, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [SHORT, SHORT + 1])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_on_a_cpu_shared_keys_have_the_bits_of_copied_ones(heads, length, dtype):
+    shape = heads, length, dtype
+    ours = attended(lambda *qkv: causal_attention(*qkv, 0.0), *shape)
+    for mine, reference in zip(ours, attended(attend_with_copies, *shape), strict=True):
+        assert torch.equal(mine, reference)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_kernel_that_shares_keys_gets_them_without_copies(monkeypatch, heads):
+    expected = attended(attend_with_copies, heads, SHORT + 1, torch.float32)
+    kernel, given = F.scaled_dot_product_attention, []
+
+    def attend(q, k, v, **settings):
+        given.append((k.shape[1], v.shape[1], settings["enable_gqa"]))
+        return kernel(q, k, v, **settings)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(functional, "shares_heads", lambda _: True)
+    for attention in (causal_attention, torch.compile(causal_attention, backend="aot_eager")):
+        shape = heads, SHORT + 1, torch.float32
+        ours = attended(lambda *qkv, run=attention: run(*qkv, 0.0), *shape)
+        torch.testing.assert_close(ours, expected)
+        assert given.pop() == (heads, heads, True)
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "major", "dtype", "width", "shares"),
+    [
+        (True, 9, torch.bfloat16, 128, True),
+        (True, 8, torch.float16, 64, True),
+        (True, 7, torch.float16, 64, False),  # no FlashAttention on a T4
+        (True, 9, torch.float32, 64, False),  # nor in float32
+        (True, 9, torch.bfloat16, 256, False),
+        (False, 9, torch.bfloat16, 64, False),
+    ],
+)
+def test_only_kernels_that_share_keys_are_asked_to(
+    monkeypatch, is_cuda, major, dtype, width, shares
+):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    shape = (1, 4, 256, width)
+    q = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=shape, device=torch.device("cuda"))
+    assert shares_heads(q) == shares
 
 
 def test_fast_products_are_accurate_and_reported():

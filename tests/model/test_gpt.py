@@ -174,3 +174,31 @@ def test_heads_of_keys_are_rejected_for_gpt() -> None:
     with pytest.raises(UserError, match=r"^model.n_kv_head=2 is only for modern models; remove it"):
         GPT(shape, 64)
     assert GPT(replace(shape, n_kv_head=4), 64).num_parameters
+
+
+@pytest.mark.parametrize(("residual_dtype", "under_autocast"), [("float32", 4), ("bfloat16", 2)])
+def test_the_residual_stream_has_the_type_that_is_set(tokens, residual_dtype, under_autocast):
+    torch.manual_seed(0)
+    shape = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    model = GPT(ModelConfig(**shape, residual_dtype=residual_dtype), 100)
+    sizes = []
+    for module in (*model.blocks, model.final_norm):
+        module.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].itemsize))
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = model(tokens, tokens)
+    assert sizes == [under_autocast] * 3
+    assert narrow.dtype == torch.float32
+    sizes.clear()
+    assert model(tokens, tokens).item() == pytest.approx(narrow.item(), abs=1e-2)
+    assert sizes == [4] * 3
+
+
+def test_the_setting_of_the_residual_stream_changes_no_float32_bit(tokens):
+    losses = []
+    for residual_dtype in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        shape = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
+        model = GPT(ModelConfig(**shape, residual_dtype=residual_dtype), 100)
+        model(tokens, tokens).backward()
+        losses.append([weight.grad for weight in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))

@@ -70,6 +70,65 @@ def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, 
     assert f"set precision={advised}, or make model.n_embd" in caplog.text
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """An H100 whose torch has cuDNN 9.10.2 and chooses FlashAttention."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(advice, "attention", lambda _: "flash")
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    return Config(max_steps=1, precision="bf16-mixed", model=MODEL, trainer={"accelerator": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "warns"),
+    [
+        ((9, 0), "flash", True),
+        ((10, 0), "flash", True),
+        ((10, 3), "flash", True),
+        ((9, 0), "cudnn", False),
+        ((8, 0), "flash", False),
+        ((12, 0), "flash", False),
+    ],
+)
+def test_a_gpu_that_lacks_cudnn_s_attention_is_told_how_to_get_it(
+    monkeypatch, caplog, hopper, capability, kernel, warns
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(advice, "attention", lambda _: kernel)
+    advise(hopper, None)
+    assert len(caplog.messages) == warns
+    text = "FlashAttention with cuDNN 9.10.2, which costs about a tenth of the speed"
+    assert (text in caplog.text) == ("cuDNN above 9.15.0" in caplog.text) == warns
+
+
+def test_who_turned_cudnn_s_attention_off_is_not_warned(monkeypatch, caplog, hopper):
+    with monkeypatch.context() as changed:
+        changed.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+        warn_of_slow_attention(hopper)
+    with monkeypatch.context() as changed:  # as with batch.exact_micro_size
+        changed.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        warn_of_slow_attention(hopper)
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        warn_of_slow_attention(hopper)
+    assert not caplog.messages
+    warn_of_slow_attention(hopper)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "version"), [(None, ""), (8902, "8.9.2"), (90100, "9.1.0"), (91501, "9.15.1")]
+)
+def test_on_gpus_the_receipt_also_names_cudnn_s_version(monkeypatch, hopper, number, version):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    assert advice.cudnn_version() == version
+    named = f", with cuDNN {version} installed" if version else ""
+    assert advice.attention_line(hopper) == f"flash{named}"
+    on_cpu = Config(max_steps=1, model=MODEL, trainer={"accelerator": "cpu"})
+    assert advice.attention_line(on_cpu) == "flash"
+
+
 @pytest.mark.parametrize(
     ("accelerator", "tokens", "kernel"),
     [("cpu", 64, "plain matrix products"), ("cpu", 256, "flash"), ("mps", 64, "math")],

@@ -91,6 +91,7 @@ class GradientSums(Callback):
         if self._in_ddp:
             wrapped.register_comm_hook(None, self._exchange)
         if pl_module.device.type == "cuda":
+            torch.use_deterministic_algorithms(True)  # again: Trainer sets what the user chose
             self._side = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
@@ -195,4 +196,9 @@ def gradient_sums(config: Config) -> list[GradientSums]:
         )
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS then
         torch.use_deterministic_algorithms(True)
+        # cuDNN's attention adds in any order in backward. FlashAttention's and the memory-efficient
+        # one have an order of their own, which the line above selects.
+        cuda: Any = torch.backends.cuda
+        sums.undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
+        cuda.enable_cudnn_sdp(False)
     return [sums]

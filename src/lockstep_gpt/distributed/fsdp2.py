@@ -22,19 +22,11 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
-from lockstep_gpt.distributed.rank_states import (
-    is_of_rank,
-    state_of_rank,
-    with_own_shards,
-)
-from lockstep_gpt.distributed.sharded_states import (
-    OwnShard,
-    gathered,
-    share_of,
-)
+from lockstep_gpt.distributed.rank_states import is_of_rank, state_of_rank, with_own_shards
+from lockstep_gpt.distributed.sharded_states import OwnShard, gathered, share_of
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
-from lockstep_gpt.lightning_patches import skip_teardown
+from lockstep_gpt.lightning_patches import limit_waits_in_mesh, skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
 
@@ -113,6 +105,11 @@ class ShardedStrategy(ModelParallelStrategy):
         self._reshard = reshard_after_forward
         self._save_parts = save_parts
         self._reduce_each = reduce_each
+
+    def setup_environment(self) -> None:
+        """Connect; all groups have the timeout that is set, those of the mesh too."""
+        super().setup_environment()
+        limit_waits_in_mesh(self)
 
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.

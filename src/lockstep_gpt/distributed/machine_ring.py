@@ -5,14 +5,13 @@ own: a thread can send and receive them while training uses the other groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.distributed.ranks import Ranks, gloo_group
 
 PIECE = 1 << 26  # bytes of a message
 
@@ -34,7 +33,7 @@ class MachineRing:
     def __init__(self, ranks: Ranks, seconds: float) -> None:
         self.next = (ranks.rank + ranks.local_world_size) % ranks.world_size
         self.previous = (ranks.rank - ranks.local_world_size) % ranks.world_size
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._group: Any = gloo_group(seconds)
 
     def exchange(self, label: bytes, content: Tensor, make_room: Callable[[bytes], Tensor]) -> None:
         """Send bytes to the next machine, and receive the previous machine's at the same time.

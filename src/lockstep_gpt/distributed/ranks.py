@@ -6,7 +6,7 @@ import re
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,26 @@ def backend_of(config: Config) -> str:
     return str(config.strategy.get("process_group_backend") or default)
 
 
+def longest_wait(config: Config) -> float:
+    """Return the longest wait for another rank in seconds: `strategy.timeout_seconds`.
+
+    All groups must get it: torch's defaults are 10 minutes for NCCL, and 30 for gloo.
+    """
+    return float(config.strategy.get("timeout_seconds", 1800))
+
+
+def gloo_group(seconds: float, members: list[int] | None = None) -> dist.ProcessGroup:
+    """Return a new group over gloo of `members`, or of all ranks; every rank must call this.
+
+    Args:
+        seconds: the longest wait for another rank.
+        members: their ranks.
+    """
+    timeout = timedelta(seconds=seconds)
+    group: Any = dist.new_group(members, backend="gloo", timeout=timeout)
+    return cast(dist.ProcessGroup, group)
+
+
 def backend_here() -> str:
     """Return the backend of the process group that this rank has joined."""
     return str(dist.get_backend())
@@ -93,8 +113,7 @@ def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
     if ranks.world_size == 1 or dist.is_initialized():
         return
     has_gpu = config.trainer["accelerator"] == "cuda"
-    seconds = config.strategy.get("timeout_seconds", 1800)
-    connect(ranks, backend_of(config), has_gpu, seconds, store)
+    connect(ranks, backend_of(config), has_gpu, longest_wait(config), store)
 
 
 def connect(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks
 from lockstep_gpt.distributed.tensor_sums import narrowed, sum_gradients, sum_outputs
 from lockstep_gpt.distributed.vocabulary_loss import split_cross_entropy, split_logits
-from lockstep_gpt.model.functional import causal_attention, causal_shares
+from lockstep_gpt.model.functional import causal_attention, causal_shares, with_heads_of
 
 
 def split_model(model: Any, ranks: TensorRanks) -> None:
@@ -151,6 +151,7 @@ def attend_with_shared_noise(
     """
     if not dropout:
         return causal_attention(q, k, v, 0.0, scale)
+    k, v, _ = with_heads_of(q, k, v)  # on a CPU, never shared
     B, heads, T, D = q.shape
     shares = causal_shares(q, k, scale)
     noise = F.dropout(shares.new_ones(B * heads * ranks.size, T, T), dropout)

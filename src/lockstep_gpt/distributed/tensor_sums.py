@@ -39,7 +39,10 @@ class SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TensorRanks) -> Tensor:  # noqa: ARG004
         """Return the sum of the ranks' tensors."""
-        return ranks.sum_of(part)
+        total = ranks.sum_of(part)
+        # Not `total` itself, which was changed in place: torch 2.11 compiles a Function that
+        # returns such a tensor to no gradient (pytorch#180642).
+        return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004

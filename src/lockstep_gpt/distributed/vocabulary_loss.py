@@ -78,7 +78,8 @@ class SplitCrossEntropy(torch.autograd.Function):
             logits = F.linear(features[chunk], head).to(wide)
             logits[:, max(0, vocab_size - first) :] = -math.inf
             log_p = logits.sub_(log_sums(logits, ranks)[:, None])
-            loss -= (log_p.gather(1, own[chunk])[:, 0] * shares[chunk]).where(here[chunk], 0).sum()
+            own_log_p = (log_p.gather(1, own[chunk])[:, 0] * shares[chunk]).where(here[chunk], 0)
+            loss = loss - own_log_p.sum()  # not in place, as in `functional.ChunkedCrossEntropy`
             if grads:
                 slope = log_p.exp_().mul_(weights[chunk, None])
                 slope.scatter_add_(1, own[chunk], -shares[chunk, None])
@@ -90,7 +91,7 @@ class SplitCrossEntropy(torch.autograd.Function):
                     grads[1].add_(slope.T @ features[chunk])
         ctx.save_for_backward(*grads)
         ctx.head_dtype = head.dtype
-        return ranks.sum_of(loss)
+        return ranks.sum_of(loss).clone()  # not the tensor changed in place; FSDP warns of a view
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor, None, None, None]:

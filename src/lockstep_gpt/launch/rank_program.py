@@ -17,6 +17,7 @@ def command(run: RunDirectory) -> list[str]:
 
 def main(path: str, parent: str) -> NoReturn:
     """Run as a rank of the run in the directory `path`, then end the process."""
+    processes.own_process()
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
     stop_signals.end_at_once()  # until there is something to save
     processes.end_process(run_rank(RunDirectory(Path(path))))

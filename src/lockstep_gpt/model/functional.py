@@ -23,10 +23,12 @@ def causal_attention(
     """Let each token attend to itself and earlier tokens (Vaswani et al. 2017, section 3.2).
 
     Queries, keys, values, and the result are (B, n_head, T, D). A `scale` of None is 1 / sqrt(D).
+    Keys and values may have fewer heads, of which each is for several neighboring queries' heads.
     """
+    k, v, is_shared = with_heads_of(q, k, v)
     T, D = q.shape[-2:]
     if q.device.type != "cpu" or cpu_kernels.in_use.longest_plain < T:
-        settings: Any = {"is_causal": True, "scale": scale}
+        settings: Any = {"is_causal": True, "scale": scale, "enable_gqa": is_shared}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
     shares = causal_shares(q, k, scale)
     return (F.dropout(shares, dropout) @ v.reshape(-1, T, D)).view(q.shape)
@@ -45,6 +47,32 @@ def causal_shares(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     return scores.softmax(dim=-1)
 
 
+def with_heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return keys and values, copied for each head of the queries unless a kernel shares them.
+
+    The last result is whether a kernel does.
+    """
+    copies = q.shape[-3] // k.shape[-3]
+    if copies == 1:
+        return k, v, False
+    if shares_heads(q):
+        return k, v, True
+    return k.repeat_interleave(copies, dim=-3), v.repeat_interleave(copies, dim=-3), False
+
+
+def shares_heads(q: Tensor) -> bool:
+    """Return whether FlashAttention or cuDNN's attention runs for `q`: only they share heads.
+
+    torch would otherwise take its slow kernel without fusion.
+    """
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 128  # some GPUs have no fused kernel for the gradients of wider heads
+        and torch.cuda.get_device_properties(q.device).major >= 8
+    )
+
+
 def choose_matrix_products(device: str) -> str:
     """Select the fastest float32 matrix products that are exact enough; return their name.
 
@@ -58,9 +86,7 @@ def choose_matrix_products(device: str) -> str:
 
 def is_narrow(device: str) -> bool:
     """Return whether autocast computes in bfloat16, whose range is float32's."""
-    return (
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    )
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 def project_to_vocabulary(features: Tensor, head: Tensor, vocab_size: int) -> Tensor:
@@ -145,7 +171,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(features[chunk], head)
             logits[:, vocab_size:] = -math.inf
             log_p = F.log_softmax(logits, dim=1, dtype=wide)
-            loss -= (log_p.gather(1, targets[chunk])[:, 0] * weights[chunk]).sum()
+            # Not in place: torch 2.11 compiles a returned tensor that was changed to no gradient.
+            loss = loss - (log_p.gather(1, targets[chunk])[:, 0] * weights[chunk]).sum()
             if grads:
                 slope = log_p.exp_()
                 slope.scatter_(1, targets[chunk], slope.gather(1, targets[chunk]) - 1)

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -189,9 +189,15 @@ class Norm(nn.LayerNorm):
         if x.dtype == self.weight.dtype:
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):  # it would return float32
-            bias = None if self.bias is None else self.bias.to(x.dtype)
             weight = self.weight.to(x.dtype)
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+            bias = cast(Tensor | None, self.bias)
+            if bias is not None:
+                bias = bias.to(x.dtype)
+            if x.device.type != "cpu":
+                return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+            # The kernel of a CPU would add the gradients of weights over all tokens in bfloat16.
+            x = F.layer_norm(x, self.normalized_shape, eps=self.eps) * weight
+            return x if bias is None else x + bias
 
 
 class Block(nn.Module):

@@ -141,10 +141,6 @@ class CausalSelfAttention(nn.Module):
         qk, v = torch.split(qkv, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
         q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, self.n_kv_head], 2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
-        if self.n_kv_head < self.n_head:
-            shares = self.n_head // self.n_kv_head  # query heads of one head of keys and values
-            k = k.repeat_interleave(shares, dim=1)
-            v = v.repeat_interleave(shares, dim=1)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
         return linear(y.transpose(1, 2).flatten(2), self.projection)
 

@@ -13,6 +13,7 @@ from lockstep_gpt.distributed.ranks import (
     from_each_rank,
     from_rank_zero,
     is_rank_zero,
+    longest_wait,
     ranks_unlike_rank_zero,
 )
 from lockstep_gpt.errors import UserError
@@ -119,7 +120,7 @@ def _newest_in_memory(
     at_least = max(saved, newest_whole_step(identity))
     kept = newest_shards(identity, Ranks.from_environment(), shards, at_least)
     if kept is None:
-        kept = newest_in_memory(identity, writer, saved)
+        kept = newest_in_memory(identity, writer, saved, longest_wait(config))
     if kept is None:
         return None
     if is_rank_zero():

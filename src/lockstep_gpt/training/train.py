@@ -49,7 +49,7 @@ from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import ending, kernels, receipt
-from lockstep_gpt.training.advice import advise, attention, warn_of_sudden_rate
+from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
 from lockstep_gpt.training.building import (
     build_checkpoints,
@@ -209,7 +209,7 @@ def announce(training: Training) -> None:
         kernels.receipt_line(config, training.directory.decisions().get("measured", {})),
     )
     details = {
-        "attention": attention(config),
+        "attention": attention_line(config),
         **receipt.details_of_callbacks(training.trainer),
     }
     lines = receipt.receipt_lines(config, training.batch, schedule, epochs, facts, details)

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
@@ -69,3 +70,13 @@ def test_machines_may_differ_only_in_their_number():
         for values in (VALUES, {**VALUES, "launch": {"node_rank": 1}}, {**VALUES, "seed": 2})
     )
     assert first == second != other
+
+
+@pytest.mark.parametrize(("number", "version"), [(None, None), (91501, "9.15.1")])
+def test_cudnn_s_version_is_compared_if_torch_has_it(monkeypatch, number, version):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    facts = collect(Ranks(), "cpu", VALUES)
+    assert facts.versions.get("cuDNN") == version
+    assert ("cuDNN 9.15.1" in " ".join(finding.line for finding in compare([facts]))) == bool(
+        version
+    )

@@ -98,7 +98,7 @@ def test_a_stop_is_not_caught_as_an_exception():
 
 
 def test_a_single_rank_decides_without_communication():
-    vote = StopVote()
+    vote = StopVote(60)
     assert vote.is_alone
     assert vote.result() == (0, False)
     vote.cast(15, KEEP)
@@ -111,7 +111,7 @@ def test_ranks_keep_a_state_only_if_none_of_them_refuses(on_ranks):
     rounds = [(NOTHING, NOTHING), (KEEP, NOTHING), (KEEP, NOT_NOW), (NOTHING, NOT_NOW)]
 
     def decide(rank):
-        vote = StopVote()
+        vote = StopVote(60)
         decided = []
         for ballots in rounds:
             vote.cast(0, ballots[rank])

@@ -11,7 +11,7 @@ import torch
 from lockstep_gpt.distributed import machine_ring
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory import files
+from lockstep_gpt.run.memory import files, recovery
 from lockstep_gpt.run.memory.files import identity_of, states_in
 from lockstep_gpt.run.memory.recovery import newest_in_memory
 from lockstep_gpt.run.memory.states import read_state
@@ -79,7 +79,7 @@ def recover(run, on_ranks, machines=2, at_least=0):
         numbers = (rank, local_rank, 2 * machines, 2)
         Ranks.from_environment = classmethod(lambda cls: cls(*numbers))  # of this process alone
         writer = None if local_rank else MemoryWriter(identity_of(run))
-        state = newest_in_memory(identity_of(run), writer, at_least)
+        state = newest_in_memory(identity_of(run), writer, at_least, 60)
         if state is None:
             return None
         content = read_state(state)
@@ -95,6 +95,19 @@ def test_a_machine_with_an_older_state_gets_the_newest(run, on_ranks, monkeypatc
     keep(run, 1, 6, 8)
     assert recover(run, on_ranks) == [(8, 1)] * 4
     assert newest_steps(run, 2) == [8, 8]
+
+
+def test_the_group_of_a_transfer_waits_as_long_as_is_set(run, on_ranks, monkeypatch):
+    make = recovery.gloo_group
+
+    def make_checked(seconds, members):
+        assert seconds == 60  # as `recover` says
+        return make(seconds, members)
+
+    monkeypatch.setattr(recovery, "gloo_group", make_checked)
+    keep(run, 0, 4, 6)
+    keep(run, 1, 6, 8)
+    assert recover(run, on_ranks) == [(8, 1)] * 4
 
 
 def test_two_machines_without_a_state_get_it_from_the_third(run, on_ranks):

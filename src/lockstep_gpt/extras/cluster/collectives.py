@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ SIZES = {  # message sizes in bytes
 }
 POOR = 0.5  # fraction of a link's expected bandwidth; anything below it is a problem
 ELEMENTS = 1000
+# Newer versions of torch use the first name, and warn about the second.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 TRIAL = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=True)
 TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples per rank
 # For float64 gradients, some as large as 0.1. A different order of summation changes them by about
@@ -41,12 +44,22 @@ def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
     dist.broadcast(sent, src=0)
     gathered = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(gathered, mine)
+    own = torch.arange(ELEMENTS * world, dtype=torch.float64, device=device).view(world, -1)
+    own = own + ranks.rank  # one row for each rank
+    exchanged = torch.empty_like(own)
+    dist.all_to_all_single(exchanged, own)
     one = torch.arange(ELEMENTS, dtype=torch.float64, device=device)
+    row = one + ELEMENTS * ranks.rank  # of rank 0 for this one
     expected = {
         "all-reduce": (added, one * (world * (world + 1) // 2)),
         "broadcast": (sent, one),
         "all-gather": (torch.stack(gathered), torch.stack([one * (r + 1) for r in range(world)])),
+        "all-to-all": (exchanged, torch.stack([row + r for r in range(world)])),
     }
+    if dist.get_backend() != "mpi":  # which does not have it, so fsdp2 does not run there
+        scattered = torch.empty_like(one)
+        REDUCE_SCATTER(scattered, own.flatten())
+        expected["reduce-scatter"] = (scattered, row * world + world * (world - 1) // 2)
     wrong = [name for name, (got, right) in expected.items() if not torch.equal(got, right)]
     if wrong:
         fix = "update driver and NCCL, or try NCCL_P2P_DISABLE=1 to see whether P2P is at fault"
@@ -123,8 +136,14 @@ def measure(link: str, group: Any, device: torch.device) -> Bandwidth:
     return Bandwidth(link, dist.get_world_size(group), sizes, tuple(seconds))
 
 
-def links(ranks: Ranks) -> dict[str, Any]:
-    """Return this rank's groups to measure: its own node, and its peers on other nodes."""
+def links(ranks: Ranks, seconds: float) -> dict[str, Any]:
+    """Return this rank's groups to measure: its own node, and its peers on other nodes.
+
+    Args:
+        ranks: this process's place.
+        seconds: the longest wait for another rank.
+    """
+    timeout = timedelta(seconds=seconds)
     local = ranks.local_world_size
     nodes = ranks.num_nodes
     if nodes == 1:
@@ -134,12 +153,12 @@ def links(ranks: Ranks) -> dict[str, Any]:
     groups = {}
     for node in range(nodes):
         members = list(range(node * local, (node + 1) * local))
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=timeout)
         if ranks.rank in members:
             groups["within a node"] = group
     for place in range(local):
         members = list(range(place, ranks.world_size, local))
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=timeout)
         if ranks.rank in members:
             groups["between nodes"] = group
     return groups

@@ -182,7 +182,7 @@ class Examination:
         device = torch.device("cpu")
         try:
             device = self._device()
-            with self._group(meeting):
+            with self._group(meeting, device):
                 findings, measured = self._exchange(device)
                 measured_speed = self._speed(device)
             words = {"findings": findings, "links": measured, "speed": measured_speed}
@@ -201,18 +201,20 @@ class Examination:
         return torch.device("cuda", self.ranks.local_rank)
 
     @contextlib.contextmanager
-    def _group(self, meeting: Meeting) -> Iterator[None]:
+    def _group(self, meeting: Meeting, device: torch.device) -> Iterator[None]:
         if self.ranks.world_size == 1:
             yield
             return
         trainer = {**self.config.trainer, "accelerator": self.accelerator}
         self.config.trainer = trainer
+        backend = backend_of(self.config)
         dist.init_process_group(
-            backend_of(self.config),
+            backend,
             store=PrefixStore("group", meeting.store),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             timeout=timedelta(seconds=self.limit),
+            device_id=device if backend == "nccl" else None,  # connects now, as in training
         )
         yield
         dist.destroy_process_group()
@@ -222,7 +224,7 @@ class Examination:
             return [ok("collectives", "one rank has no peer to exchange data with")], []
         findings = collectives.examine_results(self.ranks, device)
         findings += collectives.examine_step(self.ranks, device)
-        groups = collectives.links(self.ranks)
+        groups = collectives.links(self.ranks, self.limit)
         return findings, [collectives.measure(link, groups[link], device) for link in groups]
 
     def _speed(self, device: torch.device) -> Speed:
@@ -230,7 +232,8 @@ class Examination:
 
         def together() -> None:
             if self.ranks.world_size > 1:
-                dist.barrier()
+                is_nccl = dist.get_backend() == "nccl"  # only it takes devices
+                dist.barrier(device_ids=[device.index] if is_nccl else None)
 
         return speed.measure(self.config, device, vocabulary(self.config.data), together)
 

@@ -20,6 +20,7 @@ from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster import gpus
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.settings import counted
+from lockstep_gpt.training.advice import cudnn_version
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
 SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")
@@ -72,6 +73,7 @@ def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
         versions={
             "python": platform.python_version(),
             **dict(map(_version, PACKAGES)),
+            **_libraries(),
             "our code": _fingerprint(),
         },
         variables={k: v for k, v in sorted(os.environ.items()) if SHARED_VARIABLES.match(k)},
@@ -90,6 +92,12 @@ def _version(package: str) -> tuple[str, str]:
         return package, version(package)
     except PackageNotFoundError:
         return package, "not installed"
+
+
+def _libraries() -> dict[str, str]:
+    """Return the version of cuDNN, if torch has it: attention on a GPU depends on it."""
+    version_of_cudnn = cudnn_version()
+    return {"cuDNN": version_of_cudnn} if version_of_cudnn else {}
 
 
 def _fingerprint() -> str:

@@ -129,6 +129,9 @@ def attention_within(
     scale: float | None,
 ) -> Tensor:
     """Attend to earlier tokens of the same document; shapes as in `functional.causal_attention`."""
+    copies = q.shape[1] // k.shape[1]
+    if copies > 1:  # no kernel with a mask is known to share heads fast
+        k, v = (heads.repeat_interleave(copies, dim=1) for heads in (k, v))
     if bounds is None or (bounds.blocks is None and bounds.mask is None):
         return cast(Tensor, _on_cpu(bounds, q, k, v, dropout, scale))
     if bounds.blocks is not None and not dropout:

@@ -22,7 +22,7 @@ from lightning import Trainer
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
-from lockstep_gpt.distributed.ranks import backend_of
+from lockstep_gpt.distributed.ranks import backend_of, longest_wait
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.exits import Exit
@@ -185,7 +185,7 @@ def stall_limit(config: Config, stall_after: float) -> float:
     """
     if backend_of(config) != "nccl":
         return stall_after
-    timeout = float(config.strategy.get("timeout_seconds", 1800))
+    timeout = longest_wait(config)
     return min(stall_after, max(timeout - WATCHDOG_MARGIN, timeout / 2))
 
 

@@ -11,6 +11,7 @@ from lightning import Trainer
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.processes import freeze_lasting_objects
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.planned_pauses import saves_after, validations_after
@@ -69,7 +70,10 @@ class Forecast:
 
 @dataclass(eq=False)
 class Overhead(StepCallback):
-    """Tells, on rank 0, which share of the time validation and saving take."""
+    """Tells, on rank 0, which share of the time validation and saving take.
+
+    After the first step, it also excludes what stays from garbage collection, which would pause.
+    """
 
     config: Config  # how often they happen
     checkpoints: Checkpoints  # which measure how long training waits for each
@@ -80,6 +84,7 @@ class Overhead(StepCallback):
     # The clock after the first step, which may compile the model.
     _origin: tuple[int, float] | None = field(default=None, init=False)
     _reported: tuple[bool, bool] = field(default=(False, False), init=False)
+    _has_frozen: bool = field(default=False, init=False)
     _warned: set[str] = field(default_factory=set, init=False)  # kinds of pauses
     _has_timed_save: bool = field(default=False, init=False)
 
@@ -98,7 +103,10 @@ class Overhead(StepCallback):
         self.validations.append(self._seen_at - self._validating_at)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """Report what the last step's pauses tell."""
+        """Report what the last step's pauses tell; avoid those of garbage collection."""
+        if not self._has_frozen:  # what model, compiler, and Trainer have made stays
+            freeze_lasting_objects()
+            self._has_frozen = True
         self._seen_at = time.perf_counter()
         if not trainer.is_global_zero:
             return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep_gpt.distributed.ranks import from_each_rank, gloo_group, longest_wait
 from lockstep_gpt.lightning_patches import without_signal_handlers
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -42,12 +42,15 @@ class StopVote:
 
     It is an all-reduce over gloo, started after a step and read after the next: no GPU waits.
     It also carries the ballots on keeping the state in memory.
+
+    Args:
+        seconds: the longest wait for another rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self._group: Any = None
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            self._group = gloo_group(seconds)
         self._ballot = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -103,7 +106,7 @@ class GracefulStop(StepCallback):
         stop_signals.note()
         self.loop = vars(trainer.fit_loop.epoch_loop)
         self.loop["_broadcast_sigterm_tensor"] = lambda: None
-        self.vote = StopVote()
+        self.vote = StopVote(longest_wait(self.checkpoints.config))
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save and stop once all ranks know of a signal.

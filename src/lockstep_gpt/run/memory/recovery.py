@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep_gpt.distributed.machine_ring import pieces_of
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, gloo_group
 from lockstep_gpt.run.memory.files import (
     Header,
     Identity,
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def newest_in_memory(
-    identity: Identity, writer: MemoryWriter | None, at_least: int
+    identity: Identity, writer: MemoryWriter | None, at_least: int, seconds: float
 ) -> KeptState | None:
     """Return this machine's file of the newest intact state, which may come from another one.
 
@@ -36,6 +35,7 @@ def newest_in_memory(
         identity: of the run, on this machine.
         writer: of this machine, on the rank that has it.
         at_least: rank 0's newest checkpoint; an older state than that is none.
+        seconds: the longest wait for another rank.
     """
     ranks = Ranks.from_environment()
     is_first = ranks.local_rank == 0
@@ -52,7 +52,7 @@ def newest_in_memory(
     readers = [rank for rank, (_, _, is_reader) in enumerate(offers) if is_reader]
     lacking = [rank for rank in readers if rank not in found or not _is_same(found[rank], newest)]
     if lacking:
-        group: Any = dist.new_group([source, *lacking], backend="gloo")
+        group = gloo_group(seconds, [source, *lacking])
         if ranks.rank == source:
             _send(newest, group)
         if ranks.rank in lacking:

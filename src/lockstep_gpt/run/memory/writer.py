@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.distributed.ranks import Ranks, longest_wait
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.copies import DeviceCopies
@@ -38,8 +38,8 @@ def writer_of(directory: RunDirectory, config: Config, ranks: Ranks) -> MemoryWr
     if identity is None or config.checkpoint.memory is False:
         return None
     if is_sharded(config, ranks.world_size):
-        seconds = config.strategy["timeout_seconds"]
-        return MemoryWriter(identity, RankShards.connected(ranks, seconds, config.tensor_parallel))
+        shards = RankShards.connected(ranks, longest_wait(config), config.tensor_parallel)
+        return MemoryWriter(identity, shards)
     if ranks.local_rank > 0:
         return None
     return MemoryWriter(identity)
