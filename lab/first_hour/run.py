@@ -80,7 +80,9 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default")
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs/first_hour", help="a folder")
     parser.add_argument("--only", default="", help="only measurements whose names contain this")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, to compare with")

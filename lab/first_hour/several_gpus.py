@@ -14,6 +14,8 @@ SAMPLES = 8  # of a step of the smoke experiment: ranks must divide it
 BATCH = 512  # samples of a step, the same for any number of devices: that of the recipes
 # Slower, but atomic additions in other kernels may round in another order.
 EXACT = "+trainer.deterministic=true"
+
+
 def need_several(measure: Callable[[Job], None]) -> Callable[[Job], None]:
     """Return a measurement that is skipped on a single device."""
 

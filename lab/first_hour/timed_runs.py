@@ -137,7 +137,13 @@ def smoke(job: Job, *words: str, name: str = "", **environment: str) -> Run:
 
 def speed(job: Job, *words: str, name: str = "", batch: int = 64, **environment: str) -> Run:
     """Run a recipe for its speed, on steps of `batch` samples; its checkpoints are deleted."""
-    settings = [*SPEED, *tokens_of(job), f"max_steps={OPTIMIZER_STEPS}", *words, f"batch.global_size={batch}"]
+    settings = [
+        *SPEED,
+        *tokens_of(job),
+        f"max_steps={OPTIMIZER_STEPS}",
+        *words,
+        f"batch.global_size={batch}",
+    ]
     if job.hour.dry:
         settings += TINY
     run = train(job, *settings, name=name, **environment)

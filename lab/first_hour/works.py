@@ -13,7 +13,7 @@ from timed_runs import COMMAND, command, measure_speed, new_folder, smoke
 TESTS = (
     "test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits",
     "test_a_compiled_run_gives_the_losses_of_an_eager_one[bf16-mixed]",
-    "test_gpu_gives_the_losses_of_the_cpu[bf16-mixed]",
+    "test_gpu_gives_the_losses_of_the_cpu[bf16-mixed-0.03]",
     "test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed[muon-bf16-mixed]",
 )
 GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it

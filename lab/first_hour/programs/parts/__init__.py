@@ -1,1 +1,1 @@
-"""The parts of a training step, one after another in one process: `python -m parts NAME=SECONDS`."""
+"""The parts of a training step, measured one after another in one process."""

@@ -25,13 +25,17 @@ BOTH = 7 / 2
 def main() -> None:
     """Time each kernel with heads of 64 and of 128."""
     for D in (16,) if DRY else (64, 128):
-        # As the model has them: slices of one tensor.
-        qkv = torch.randn(B, T, 3, C // D, D, device=DEVICE, dtype=torch.bfloat16)
-        inputs = qkv.requires_grad_().permute(2, 0, 3, 1, 4).unbind()  # each (B, heads, T, D)
+        inputs = slices(D)
         flops = PRODUCTS * 2 * B * C * T * T / 2  # the causal mask leaves half
         for kernel in KERNELS:
             name = "torch's choice" if kernel is None else kernel.name
             time_kernel(f"attention: D={D} {name}", kernel, inputs, flops)
+
+
+def slices(D: int) -> tuple[Tensor, ...]:
+    """Return q, k, and v, each (B, heads, T, D), as the model has them: slices of one tensor."""
+    qkv = torch.randn(B, T, 3, C // D, D, device=DEVICE, dtype=torch.bfloat16)
+    return qkv.requires_grad_().permute(2, 0, 3, 1, 4).unbind()
 
 
 def time_kernel(

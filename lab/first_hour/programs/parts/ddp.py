@@ -15,9 +15,10 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from parts.micro_batch import step_of
 from parts.process_group import in_ddp, join
-from parts.recipe import new_model
+from parts.recipe import C, new_model
 
-BUCKET = 1 if DRY else 25  # MiB; a dry run has only one, because torch asks for 1 MiB or more
+BUCKET = 1 if DRY else 25  # MiB; torch takes no less than 1
+WIDTH = 256 if DRY else C  # enough for some buckets
 FORMS = {"one graph": False, f"buckets of {BUCKET} MiB": True}  # -> torch's optimize_ddp
 
 
@@ -57,7 +58,7 @@ def main() -> None:
 
 def measure(name: str) -> None:
     """Print the number of graphs, and the times with and without the all-reduce of a step."""
-    model = new_model()
+    model = new_model(WIDTH)
     backend = Counting()
     model.compile(dynamic=False, backend=backend)
     wrapped = in_ddp(Whole(model), BUCKET)

@@ -10,7 +10,7 @@ from clock import show
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parts.recipe import ACCUMULATION, B, micro_batch, new_model
+from parts.recipe import ACCUMULATION, B, micro_batch, new_model, text_file
 
 SLICES = 8  # of a micro-batch, because float32 needs more memory
 WRONG = 0.1  # relative error; rounding to bfloat16 gives about 0.01, and a lost gradient 1
@@ -41,11 +41,13 @@ def show_errors(part: str, model: nn.Module) -> None:
         for name, parameter in model.named_parameters()
     }
     by_size = sorted(errors, key=lambda name: -errors[name])
+    lines = [f"{errors[name]:.1e}  {name}\n" for name in by_size]
+    text_file("gradients", part).write_text("".join(lines))
     worst = ", ".join(f"{name} {errors[name]:.1e}" for name in by_size[:WORST])
     median = statistics.median(errors.values())
     wrong = not errors[by_size[0]] < WRONG  # also if it is no number
-    text = f"relative errors: median {median:.1e}; the largest: {worst}"
-    show(f"{part}: gradients", text, "FAILED" if wrong else "")
+    result = f"relative errors: median {median:.1e}; the largest: {worst}"
+    show(f"{part}: gradients", result, "FAILED" if wrong else "")
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:

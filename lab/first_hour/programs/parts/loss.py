@@ -73,9 +73,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     took = milliseconds(lambda: results(loss, features, head, targets), 10)
     tensors = results(loss, features, head, targets)
-    errors = [
-        relative_error(ours, exact) for ours, exact in zip(tensors, reference, strict=True)
-    ]
+    errors = [relative_error(ours, exact) for ours, exact in zip(tensors, reference, strict=True)]
     peak = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else 0.0
     show(
         name,

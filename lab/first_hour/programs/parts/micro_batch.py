@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import nn
 
 from lockstep_gpt.distributed.peaks import peak_of
 from parts.gradients import show_errors
-from parts.recipe import ACCUMULATION, B, T, micro_batch, new_model
+from parts.recipe import ACCUMULATION, B, T, micro_batch, new_model, text_file
 from parts.watch import Watch
 
 PROFILED = 2  # micro-batches
@@ -49,8 +47,8 @@ def measure(part: str, model: Any, kernels: bool = True) -> None:
     if kernels:
         times = profiled(work, PROFILED)
         show(f"{part}: kernels", f"{times.figures('micro-batch')}: {times.kinds()}")
-        file = Path(os.environ["FIRST_HOUR_OUT"]) / f"kernels-{part.replace(' ', '-')}.txt"
-        file.write_text("\n".join([times.figures("micro-batch"), *times.lines()]) + "\n")
+        lines = [times.figures("micro-batch"), *times.lines()]
+        text_file("kernels", part).write_text("\n".join(lines) + "\n")
 
 
 def step_of(forward: Callable[..., Any]) -> Callable[[], None]:

@@ -25,15 +25,15 @@ VOCABULARY = 257 if DRY else 50257
 
 def main() -> None:
     """Print the rows of the recipe's size."""
-    measure("optimizers", TINY if DRY else SMALL)
+    measure("optimizers: ", TINY if DRY else SMALL)
 
 
 def large() -> None:
-    """Print the rows of larger models."""
-    measure("large optimizers", TINY if DRY else LARGE)
+    """Print the rows of larger models, for a process that does nothing else."""
+    measure("", TINY if DRY else LARGE)
 
 
-def measure(part: str, shapes: dict[str, dict[str, int]]) -> None:
+def measure(prefix: str, shapes: dict[str, dict[str, int]]) -> None:
     """Print the rows of some sizes."""
     for size, shape in shapes.items():
         settings: dict[str, Any] = {**shape, "bias": False, "architecture": "modern"}
@@ -47,7 +47,7 @@ def measure(part: str, shapes: dict[str, dict[str, int]]) -> None:
                 optimizer.placement = ReplicatedMatrices(compiled=True)
             optimizer.found_inf = torch.zeros((), device=DEVICE)
             took = milliseconds(optimizer.step, 8, 3)
-            show(f"{part}: {size} {algorithm}", f"{took:.2f} ms")
+            show(f"{prefix}{size} {algorithm}", f"{took:.2f} ms")
             del optimizer
         del model
         free_memory()

@@ -35,7 +35,7 @@ def main() -> None:
         milliseconds_of_all += times * sum(each)
         flops_of_all += times * len(each) * flops
         rates = ", ".join(f"{flops / took / 1e9:.0f}" for took in each)
-        named = "TFLOP/s forward, for the input's gradient, for the weight's"
-        show(f"products: {name}", f"{rates} {named}; {watch}")
+        order = "(forward, input's gradient, weight's gradient)"
+        show(f"products: {name}", f"{rates} TFLOP/s {order}; {watch}")
     rate = flops_of_all / milliseconds_of_all / 1e9
     show("products: all of a micro-batch", f"{milliseconds_of_all:.2f} ms, {rate:.0f} TFLOP/s")

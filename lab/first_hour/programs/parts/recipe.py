@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from clock import DEVICE, DRY
 from torch import Tensor
@@ -17,11 +20,16 @@ PADDED_V = -(-V // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 ACCUMULATION = 8  # micro-batches of a step
 
 
-def new_model() -> GPT:
+def new_model(width: int = C) -> GPT:
     """Return the model, with the same weights in each call."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return build_gpt(ModelConfig(block_size=T, n_layer=L, n_head=HEADS, n_embd=C), V)
+        return build_gpt(ModelConfig(block_size=T, n_layer=L, n_head=HEADS, n_embd=width), V)
+
+
+def text_file(content: str, part: str) -> Path:
+    """Return the path of a file beside the report, for what is too long for a row."""
+    return Path(os.environ["FIRST_HOUR_OUT"]) / f"{content}-{part.replace(' ', '-')}.txt"
 
 
 def micro_batch() -> tuple[Tensor, Tensor]:
