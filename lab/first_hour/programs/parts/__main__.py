@@ -22,7 +22,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from clock import free_memory, show  # noqa: E402
+from clock import DEVICE, free_memory, show  # noqa: E402
 
 from parts import (  # noqa: E402
     attention,
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
+    load_the_compiler()
     for word in options.parts:
         name, _, seconds = word.partition("=")
         left = options.seconds - (time.monotonic() - BEGUN)
@@ -73,6 +74,12 @@ def main() -> None:
         do(name, PARTS[name], min(float(seconds), left))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def load_the_compiler() -> None:
+    """Compile something: a limit that interrupted the compiler's imports would leave it broken."""
+    x = torch.ones(2, device=DEVICE, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum())(x).backward()
 
 
 def do(name: str, part: Callable[[], None], seconds: float) -> None:

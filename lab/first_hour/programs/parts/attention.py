@@ -32,9 +32,9 @@ def main() -> None:
             time_kernel(f"attention: D={D} {name}", kernel, inputs, flops)
 
 
-def slices(D: int) -> tuple[Tensor, ...]:
-    """Return q, k, and v, each (B, heads, T, D), as the model has them: slices of one tensor."""
-    qkv = torch.randn(B, T, 3, C // D, D, device=DEVICE, dtype=torch.bfloat16)
+def slices(width: int) -> tuple[Tensor, ...]:
+    """Return q, k, and v, (B, heads, T, width), as the model has them: slices of one tensor."""
+    qkv = torch.randn(B, T, 3, C // width, width, device=DEVICE, dtype=torch.bfloat16)
     return qkv.requires_grad_().permute(2, 0, 3, 1, 4).unbind()
 
 
