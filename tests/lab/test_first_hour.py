@@ -197,6 +197,7 @@ def test_a_stage_ends_in_time_and_a_row_can_be_measured_again(tmp_path):
 @pytest.fixture
 def importable(monkeypatch):
     """Let a test import the modules of the hour; another test may have others of these names."""
+    monkeypatch.syspath_prepend(FOLDER / "programs")
     monkeypatch.syspath_prepend(FOLDER)
     before = set(sys.modules)
     yield
@@ -344,6 +345,28 @@ def test_the_utilization_is_that_of_the_median_speed(tmp_path):
     assert run.speed().startswith("490 tok/s, MFU 19.6%, ")
     (tmp_path / "metrics.csv").write_text(METRICS)  # the card's peak is unknown
     assert run.utilization == 0
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass>>", "attention"),
+        ("triton_tem_fused_flex_attention_1", "attention"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_view_3", "compiled elementwise"),
+        ("triton_red_fused__log_softmax_7", "compiled reductions"),
+        ("void at::native::vectorized_elementwise_kernel<4, AddFunctor>", "torch's elementwise"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "collectives"),
+        ("something_else", "other"),
+    ],
+)
+def test_a_kernel_is_of_the_kind_of_its_work(kernel, kind):
+    from kernel_times import kind_of
+
+    assert kind_of(kernel) == kind
 
 
 @pytest.mark.slow

@@ -13,11 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 # Spans that the profiler reports next to the kernels in them.
 NO_KERNELS = ("## Call CompiledFxGraph", "Optimizer.", "Torch-Compiled Region", "ProfilerStep")
 # Words in the names of kernels, in lower case; the first kind that has one of a name's is its kind.
+# A kernel of Inductor names what it fuses, also an attention that it only copies from.
 KINDS = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
-    "products": ("nvjet", "gemm", "cutlass", "cublas", "splitkreduce", "xmma", "triton_tem"),
     "compiled reductions": ("triton_red", "triton_per", "triton_mix"),
     "compiled elementwise": ("triton_poi", "triton_for"),
+    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
+    "products": ("nvjet", "gemm", "cutlass", "cublas", "splitkreduce", "xmma", "triton_tem"),
     "torch's elementwise": ("elementwise", "multi_tensor", "fill", "memset", "memcpy", "copy"),
     "collectives": ("nccl",),
 }

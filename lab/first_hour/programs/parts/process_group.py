@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,9 @@ def join() -> None:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
         settings = {"backend": "nccl", "device_id": device}
-    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
-    dist.init_process_group(store=store, rank=0, world_size=1, timeout=TIMEOUT, **settings)
+    dist.init_process_group(
+        store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, **settings
+    )
 
 
 def in_ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
