@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 
-from measuring import ROOT, Job, Measurement, Skip, Stage, program
+from measuring import ROOT, Failure, Job, Measurement, Skip, Stage, program
 
 LARGE = "large optimizers=1000"  # only the measurement's own limit counts
 BENCHMARK = ROOT / "lab/benchmark.py"  # only where the project is developed
@@ -27,11 +27,13 @@ def loops(job: Job) -> None:
         words += ["--nanogpt", str(job.hour.nanogpt)]
     output = job.run([sys.executable, BENCHMARK, *words, "--json", file])
     (result,) = json.loads(file.read_text("utf-8"))["results"]
+    absent = [line for line in output.splitlines() if " does not run: " in line]
+    if "plain" not in result["loops"]:
+        raise Failure("; ".join(absent))
     plain = _seconds(result["loops"]["plain"])
     for name, rounds in result["loops"].items():
         seconds = _seconds(rounds)
         job.say(f"{seconds * 1e3:.2f} ms per step, {seconds / plain:.2f} of the plain loop's", name)
-    absent = [line for line in output.splitlines() if " does not run: " in line]
     if absent:
         job.say("; ".join(absent), "not run")
     if not job.hour.nanogpt:

@@ -117,10 +117,11 @@ class Hour:
 
     def environment(self, changes: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a process, which can also import our callbacks."""
-        paths = [str(PROGRAMS), os.environ.get("PYTHONPATH", "")]
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        paths = [PROGRAMS, *(Path(path).absolute() for path in given)]  # ours start elsewhere
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PYTHONUNBUFFERED": "1",
             "XDG_STATE_HOME": str(self.out / "state"),
             "FIRST_HOUR_DRY": "1" if self.dry else "",

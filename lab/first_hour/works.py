@@ -16,6 +16,7 @@ TESTS = (
     "test_gpu_gives_the_losses_of_the_cpu[bf16-mixed-0.03]",
     "test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed[muon-bf16-mixed]",
 )
+TEST_PACKAGES = ("pytest", "xdist", "pytest_timeout", "hypothesis")
 GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it
 
 
@@ -54,8 +55,9 @@ def checked_backend(job: Job, output: str) -> str:
 
 def tests_of_gpus(job: Job) -> None:
     """Run some of the project's own tests that need a GPU; without one, they skip themselves."""
-    if importlib.util.find_spec("pytest") is None:
-        raise Skip("needs pytest")
+    absent = [name for name in TEST_PACKAGES if importlib.util.find_spec(name) is None]
+    if absent:
+        raise Skip(f"needs {', '.join(absent)}; see the group `test` in pyproject.toml")
     before = GPU_REPORT.stat().st_size if GPU_REPORT.is_file() else 0
     words = ["-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider"]
     words += ["-p", "no:benchmark"]  # where it is installed, it warns, and a warning is an error

@@ -23,9 +23,8 @@ def join() -> None:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
         settings = {"backend": "nccl", "device_id": device}
-    dist.init_process_group(
-        store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, **settings
-    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # any free port
+    dist.init_process_group(store=store, rank=0, world_size=1, timeout=TIMEOUT, **settings)
 
 
 def in_ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
