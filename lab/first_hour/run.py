@@ -3,7 +3,6 @@
 
 usage: python lab/first_hour/run.py [STAGE ...] [--out FOLDER] [--only TEXT] [--nanogpt FOLDER]
            [--seconds N] [--dry]
-
        python lab/first_hour/run.py prepare [--folder FOLDER] [--has NAME,...]
 
 Stages: A parts of a step; B works; C tests; D speed; E comparison; F strategies; G sizes; H, I
