@@ -125,9 +125,10 @@ def run(loop: str, task: Task, nanogpt: Path | None) -> dict[str, Any] | None:
             words = [str(FOLDER / "benchmarks" / "loops.py"), loop]
             if task.ranks > 1:
                 words = ["-m", "torch.distributed.run", f"--nproc-per-node={task.ranks}", *words]
+        paths = [str(FOLDER), str(FOLDER.parent / "src"), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent / "src")]),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "BENCHMARK_TASK": json.dumps({**task.__dict__, "out": str(out)}),
             "NANOGPT": str(nanogpt or ""),
         }

@@ -1,4 +1,4 @@
-"""Stage D: what no test on a CPU reaches."""
+"""Stages F and G: what no test on a CPU reaches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from timed_runs import (
     COMMAND,
     Run,
     command,
-    measure_speed,
     new_folder,
     refuse_different,
     smoke,
     speed,
 )
 
-GPT2 = "experiment=gpt2_124m"
 BILLION = (
     "experiment=modern_124m",
     "model=modern_1b",
     "model.ngram_rows=0",
     "batch.micro_size=8",
+    "compile=false",  # as `plan` counts
 )
+MUON = ("optim=muon", "model.architecture=modern", "model.bias=false")
 BILLION_BATCH = 16
 # Part of a card's name -> what `plan` calls it; the memory that a run needs depends little on it.
 CARDS = {"H200": "h200", "B200": "b200", "A100": "a100-80", "L40S": "l40s", "L4": "l4", "T4": "t4"}
@@ -32,8 +32,8 @@ STOPPED = 128 + 15  # exit status after SIGTERM
 
 
 def fsdp2_over_one_rank(job: Job) -> None:
-    """Compare FSDP2's own code, over one rank, with a run without it; both compiled."""
-    one = ["trainer.devices=1", *_compiled(job)]
+    """Compare FSDP2 and Muon's exchange, over one rank, with a run without; both compiled."""
+    one = ["trainer.devices=1", *MUON, *_compiled(job)]
     whole = smoke(job, *one, name="whole")
     own = "strategy._target_=callbacks.sharded_over_one_rank"
     sharded = smoke(job, *one, "strategy=fsdp2", own, name="sharded")
@@ -54,12 +54,12 @@ def documents_apart(job: Job) -> None:
         job.say(f"val_loss {run.summary['val_loss']:.5f}", name, notes=run.receipt("attention"))
 
 
-def equal_bits_twice(job: Job) -> None:
-    """Run the same twice, with sums in one order: the bits must be equal."""
+def equal_bits_over_nccl(job: Job) -> None:
+    """Add gradients in one order, alone and in DDP over NCCL: the bits must be equal."""
     words = ("trainer.devices=1", "batch.exact_micro_size=2", *_compiled(job))
-    runs = [smoke(job, *words, name=name) for name in ("first", "second")]
+    runs = [smoke(job, *words, f"strategy={name}", name=name) for name in ("auto", "ddp")]
     refuse_different(*runs)
-    job.say(f"equal: {runs[0].last_hash[:12]}")
+    job.say(f"equal: {runs[0].last_hash[:12]}", notes=runs[1].receipt("strategy"))
 
 
 def stop_and_resume(job: Job) -> None:
@@ -106,21 +106,22 @@ def _compiled(job: Job) -> Sequence[str]:
     return () if job.hour.dry else ("compile=true",)
 
 
-STAGE = Stage(
-    "D",
-    "What no test on a CPU reaches",
-    570,
+STRATEGIES = Stage(
+    "F",
+    "What no test on a CPU reaches: strategies over NCCL, signals",
+    150,
     [
-        Measurement("FSDP2 over one rank", 120, fsdp2_over_one_rank),
-        Measurement("documents apart", 150, documents_apart),
-        Measurement("equal bits twice", 120, equal_bits_twice),
-        Measurement("SIGTERM and resume", 90, stop_and_resume),
-        Measurement("memory of 1.3 billion parameters", 200, memory_of_a_billion),
-        Measurement("16-mixed", 150, measure_speed(GPT2, "precision=16-mixed")),
-        Measurement(
-            "activation checkpointing",
-            150,
-            measure_speed(GPT2, "model.activation_checkpointing=true"),
-        ),
+        Measurement("FSDP2 with Muon over one rank", 90, fsdp2_over_one_rank),
+        Measurement("equal bits alone and in DDP", 90, equal_bits_over_nccl),
+        Measurement("SIGTERM and resume", 60, stop_and_resume),
+    ],
+)
+SIZES = Stage(
+    "G",
+    "What no test on a CPU reaches: memory, documents",
+    150,
+    [
+        Measurement("memory of 1.3 billion parameters", 90, memory_of_a_billion),
+        Measurement("documents apart", 90, documents_apart),
     ],
 )

@@ -23,7 +23,8 @@ PATIENCE = 10  # a dry run has limits this much higher: other programs keep its 
 FAREWELL = 10.0  # seconds from SIGTERM to SIGKILL, so that launchers can end their ranks
 WRONG_SETTING = 2  # exit status of the project's commands for what it refuses, in one line
 ABSENT_EXTRA = re.compile(r"needs the extra \w+")
-ROW_MARK = "row | "  # starts a line of a program's output that is a row: name | result
+# A line of a program's output that is a row: its status, unless that is `OK`; its name; its result.
+ROW = re.compile(rf"row(?: ({FAILED}|{CUT_OFF}|{REFUSED}|{SKIPPED}))? \| (.*?) \| (.*)")
 
 
 class Ended(Exception):  # noqa: N818 (skipping is no error)
@@ -116,10 +117,11 @@ class Hour:
 
     def environment(self, changes: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a process, which can also import our callbacks."""
-        paths = [str(PROGRAMS), os.environ.get("PYTHONPATH", "")]
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        paths = [PROGRAMS, *(Path(path).absolute() for path in given)]  # ours start elsewhere
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PYTHONUNBUFFERED": "1",
             "XDG_STATE_HOME": str(self.out / "state"),
             "FIRST_HOUR_DRY": "1" if self.dry else "",
@@ -253,10 +255,11 @@ class Job:
         """Add the rows that the newest process has printed since the last call."""
         text = self.output()
         whole = text[: text.rfind("\n") + 1].splitlines()
-        marked = [line.removeprefix(ROW_MARK) for line in whole if line.startswith(ROW_MARK)]
-        for line in marked[self._rows_taken :]:
-            name, _, result = line.partition(" | ")
-            self.say(result, name)
+        found = [match for match in map(ROW.fullmatch, whole) if match]
+        for match in found[self._rows_taken :]:
+            status, name, result = match.groups()
+            folded = last_lines(self.log) if status == FAILED else ""
+            self._add(Row(*self._names(name), status or OK, result, folded=folded))
             self._rows_taken += 1
 
     def _fail(self, status: str, reason: str) -> None:

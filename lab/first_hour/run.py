@@ -3,10 +3,12 @@
 
 usage: python lab/first_hour/run.py [STAGE ...] [--out FOLDER] [--only TEXT] [--nanogpt FOLDER]
            [--seconds N] [--dry]
+       python lab/first_hour/run.py prepare [--folder FOLDER] [--has NAME,...]
 
-Stages: A works; B speed; C comparison; D hard cases; E several GPUs. Without a stage, all run. The
-report is FOLDER/report.md, complete after each row; another call replaces only what it measures.
-The README in this folder says more. Exit status 1: something failed.
+Stages: A parts of a step; B works; C tests; D speed; E comparison; F strategies; G sizes; H, I
+several GPUs. Without a stage, all run. The report is FOLDER/report.md, complete after each row;
+another call replaces only what it measures. `prepare` copies the packages that a GPU's machine
+without a network may lack. The README in this folder says more. Exit status 1: something failed.
 """
 
 from __future__ import annotations
@@ -22,22 +24,35 @@ from typing import NoReturn
 
 import comparison
 import hard_cases
+import one_process
+import preparation
 import several_gpus
 import speed
 import works
-from measuring import ROOT, Hour, program
+from measuring import ROOT, Hour, Stage, program
 from report import FAILED, Report
 
-STAGES = {
+STAGES: dict[str, one_process.OneProcess | Stage] = {
     stage.letter: stage
-    for stage in (works.STAGE, speed.STAGE, comparison.STAGE, hard_cases.STAGE, several_gpus.STAGE)
+    for stage in (
+        one_process.STAGE,
+        works.WORKS,
+        works.TESTED,
+        speed.STAGE,
+        comparison.STAGE,
+        hard_cases.STRATEGIES,
+        hard_cases.SIZES,
+        several_gpus.WORKS,
+        several_gpus.SPEED,
+    )
 }
-STAGE_NAMES = "A works, B speed, C comparison, D hard cases, E several GPUs"
 DRY_RANKS = 2
 
 
 def main() -> int:
     """Run the stages that the command line names, and return the exit status."""
+    if sys.argv[1:2] == [preparation.WORD]:
+        return preparation.main(sys.argv[2:])
     options = parse_options()
     if importlib.util.find_spec("lockstep_gpt") is None:
         refuse(f"{sys.executable} lacks lockstep_gpt; use the project's environment")
@@ -64,7 +79,9 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{STAGE_NAMES}; all by default")
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs/first_hour", help="a folder")
     parser.add_argument("--only", default="", help="only measurements whose names contain this")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, to compare with")

@@ -1,4 +1,4 @@
-"""Stage E: several GPUs of one machine."""
+"""Stages H and I: several GPUs of one machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ from measuring import PROGRAMS, Failure, Job, Measurement, Skip, Stage
 from timed_runs import command, new_folder, refuse_different, smoke, speed
 from works import checked_backend
 
+GPT2 = "experiment=gpt2_124m"
 SAMPLES = 8  # of a step of the smoke experiment: ranks must divide it
 BATCH = 512  # samples of a step, the same for any number of devices: that of the recipes
 # Slower, but atomic additions in other kernels may round in another order.
 EXACT = "+trainer.deterministic=true"
-# A line here adds a row: the name, and the settings.
-RECIPES_ON_ALL = {
-    "modern_124m, ddp": ("experiment=modern_124m", "strategy=ddp"),
-    "modern_124m, fsdp2": ("experiment=modern_124m", "strategy=fsdp2"),
-    "gpt2_124m, tensor parallel": (
-        "experiment=gpt2_124m",
-        "strategy=fsdp2",
-        "strategy.tensor_parallel=2",
-        "model.dropout=0",
-    ),
-}
 
 
 def need_several(measure: Callable[[Job], None]) -> Callable[[Job], None]:
@@ -96,49 +86,44 @@ def synchronize_batchnorm(job: Job) -> None:
     job.run([*torchrun(job.hour.devices), PROGRAMS / "sync_batchnorm.py"])
 
 
-def scaling(strategy: str) -> Callable[[Job], None]:
-    """Return a measurement of speed on 1, 2, 4, and more devices, with the same batch."""
-
-    def measure(job: Job) -> None:
-        alone = 0.0
-        for devices in device_counts(job.hour.devices):
-            place = [f"trainer.devices={devices}", f"strategy={strategy}", "max_steps=12"]
-            run = speed(job, "experiment=gpt2_124m", *place, name=str(devices), batch=BATCH)
-            alone = alone or run.tokens_per_second
-            efficiency = run.tokens_per_second / devices / alone
-            name = f"{devices} device{'s' if devices > 1 else ''}"
-            notes = run.receipt("strategy")
-            job.say(f"{run.speed()}; efficiency {efficiency:.1%}", name, notes=notes)
-
-    return measure
+def scaling(job: Job) -> None:
+    """Measure the speed on one device and on all, with the same batch."""
+    alone = 0.0
+    for devices in (1, device_counts(job.hour.devices)[1]):
+        place = [f"trainer.devices={devices}", "strategy=ddp", "max_steps=12"]
+        run = speed(job, GPT2, *place, name=str(devices), batch=BATCH)
+        alone = alone or run.tokens_per_second
+        efficiency = run.tokens_per_second / devices / alone
+        name = f"{devices} device{'s' if devices > 1 else ''}"
+        notes = run.receipt("strategy")
+        job.say(f"{run.speed()}; efficiency {efficiency:.1%}", name, notes=notes)
 
 
-def run_on_all(words: tuple[str, ...]) -> Callable[[Job], None]:
-    """Return a measurement of a recipe's speed on all devices."""
-
-    def measure(job: Job) -> None:
-        devices = device_counts(job.hour.devices)[1]
-        place = [f"trainer.devices={devices}", "max_steps=12"]
-        run = speed(job, *words, *place, batch=BATCH)
-        job.say(run.speed(), notes=run.receipt("strategy"))
-
-    return measure
+def sharded(job: Job) -> None:
+    """Measure a recipe's speed on all devices, with shards of the model."""
+    devices = device_counts(job.hour.devices)[1]
+    place = [f"trainer.devices={devices}", "strategy=fsdp2", "max_steps=12"]
+    run = speed(job, GPT2, *place, batch=BATCH)
+    job.say(run.speed(), notes=run.receipt("strategy"))
 
 
-STAGE = Stage(
-    "E",
-    "Several GPUs",
-    1200,
+WORKS = Stage(
+    "H",
+    "Several GPUs: does it work?",
+    150,
     [
-        Measurement("torchrun, default backend", 90, need_several(join_torchrun)),
-        Measurement("kill -9 of a rank", 150, need_several(survive_a_kill)),
-        Measurement("equal bits on 1 and several", 120, need_several(keep_the_bits)),
-        Measurement("SyncBatchNorm", 60, need_several(synchronize_batchnorm)),
-        Measurement("gpt2_124m, ddp", 420, need_several(scaling("ddp"))),
-        Measurement("gpt2_124m, fsdp2", 420, need_several(scaling("fsdp2"))),
-        *(
-            Measurement(name, 200, need_several(run_on_all(words)))
-            for name, words in RECIPES_ON_ALL.items()
-        ),
+        Measurement("equal bits on 1 and several", 75, need_several(keep_the_bits)),
+        Measurement("kill -9 of a rank", 90, need_several(survive_a_kill)),
+        Measurement("torchrun, default backend", 60, need_several(join_torchrun)),
+        Measurement("SyncBatchNorm", 30, need_several(synchronize_batchnorm)),
+    ],
+)
+SPEED = Stage(
+    "I",
+    "Several GPUs: how fast?",
+    150,
+    [
+        Measurement("gpt2_124m, ddp", 130, need_several(scaling)),
+        Measurement("gpt2_124m, fsdp2", 90, need_several(sharded)),
     ],
 )

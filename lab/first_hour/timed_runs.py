@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from corpus import tokens_of
 from measuring import Failure, Job
 
 COMMAND = (sys.executable, "-m", "lockstep_gpt")
 OPTIMIZER_STEPS = 30
-# Speed alone: random tokens, and no validation, whose graph takes half a minute to compile.
+# Speed alone: no validation, whose graph takes half a minute to compile.
 SPEED = (
     "callbacks.sample=null",
     "+trainer.limit_val_batches=0",
-    "data=synthetic",
-    "data.val_tokens=1",
-    "data.tokenizer=numbers",  # the recipes' own is an extra, or comes from the hub
     "checkpoint.every=null",
     "checkpoint.keep_best=0",
     "log_every=5",
@@ -31,9 +29,6 @@ SPEED = (
 )
 TINY = (
     "compile=false",
-    "data.vocab_size=256",
-    "data.tokenizer=bytes",
-    "data.tokens=100000",
     "model.n_layer=2",
     "model.n_embd=48",
     "model.n_head=2",
@@ -69,6 +64,13 @@ class Run:
         """The median over rows of metrics.csv; the first has the compilation."""
         return statistics.median(float(row["throughput/tokens_per_second"]) for row in self._rows())
 
+    @property
+    def utilization(self) -> float:
+        """The MFU at `tokens_per_second`: both are of the same step. 0 if the peak is unknown."""
+        last = self._rows()[-1]
+        share = float(last.get("throughput/mfu") or 0)
+        return share * self.tokens_per_second / float(last["throughput/tokens_per_second"])
+
     def _rows(self) -> list[dict[str, str]]:
         with (self.folder / "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row["train/loss"]]
@@ -77,10 +79,8 @@ class Run:
     def speed(self) -> str:
         """Return the figures of a run that was only for speed."""
         summary = self.summary
-        last = self._rows()[-1]
-        utilization = float(last.get("throughput/mfu") or 0)
         return (
-            f"{self.tokens_per_second:,.0f} tok/s, MFU {utilization:.1%}, "
+            f"{self.tokens_per_second:,.0f} tok/s, MFU {self.utilization:.1%}, "
             f"peak {summary['peak_memory_gb']:.1f} GB, "
             f"first step {summary['first_step_seconds']:.0f} s, loss {summary['train_loss']:.4f}"
         )
@@ -137,7 +137,13 @@ def smoke(job: Job, *words: str, name: str = "", **environment: str) -> Run:
 
 def speed(job: Job, *words: str, name: str = "", batch: int = 64, **environment: str) -> Run:
     """Run a recipe for its speed, on steps of `batch` samples; its checkpoints are deleted."""
-    settings = [*SPEED, f"max_steps={OPTIMIZER_STEPS}", *words, f"batch.global_size={batch}"]
+    settings = [
+        *SPEED,
+        *tokens_of(job),
+        f"max_steps={OPTIMIZER_STEPS}",
+        *words,
+        f"batch.global_size={batch}",
+    ]
     if job.hour.dry:
         settings += TINY
     run = train(job, *settings, name=name, **environment)

@@ -1,4 +1,4 @@
-"""Stage A: does it work? If something fails here, mend it first, and run A again."""
+"""Stages B and C: does it work? If something fails here, mend it first, and run them again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import sys
 from measuring import ROOT, Failure, Job, Measurement, Skip, Stage
 from timed_runs import COMMAND, command, measure_speed, new_folder, smoke
 
+# About seven short runs; `pytest -m gpu` without names has all.
+TESTS = (
+    "test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits",
+    "test_a_compiled_run_gives_the_losses_of_an_eager_one[bf16-mixed]",
+    "test_gpu_gives_the_losses_of_the_cpu[bf16-mixed-0.03]",
+    "test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed[muon-bf16-mixed]",
+)
+TEST_PACKAGES = ("pytest", "xdist", "pytest_timeout", "hypothesis")
 GPU_REPORT = ROOT / "runs/gpu_report.txt"  # the project's tests of GPUs add to it
 
 
@@ -46,15 +54,16 @@ def checked_backend(job: Job, output: str) -> str:
 
 
 def tests_of_gpus(job: Job) -> None:
-    """Run the project's own tests that need a GPU; without one, they skip themselves."""
-    if importlib.util.find_spec("pytest") is None:
-        raise Skip("needs pytest")
+    """Run some of the project's own tests that need a GPU; without one, they skip themselves."""
+    absent = [name for name in TEST_PACKAGES if importlib.util.find_spec(name) is None]
+    if absent:
+        raise Skip(f"needs {', '.join(absent)}; see the group `test` in pyproject.toml")
     before = GPU_REPORT.stat().st_size if GPU_REPORT.is_file() else 0
-    words = ["-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    words = ["-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider"]
     words += ["-p", "no:benchmark"]  # where it is installed, it warns, and a warning is an error
     folder = f"--basetemp={job.hour.out / 'pytest'}"
-    but_speed = ("-k", "not as_fast_as")  # stage C measures it
-    output = job.run([sys.executable, "-m", "pytest", *words, folder, *but_speed])
+    tests = [f"tests/test_gpu.py::{name}" for name in TESTS]
+    output = job.run([sys.executable, "-m", "pytest", *words, folder, *tests])
     measured = ""
     if GPU_REPORT.is_file():
         measured = GPU_REPORT.read_text("utf-8")[before:]
@@ -72,17 +81,24 @@ def doctor(job: Job) -> None:
     job.say(lines[-1], notes="saved in profile.json", folded=output)
 
 
-STAGE = Stage(
-    "A",
+WORKS = Stage(
+    "B",
     "Does it work?",
-    570,
+    150,
     [
-        Measurement("smoke run, ranks of an agent", 90, smoke_through_an_agent),
-        Measurement("DDP at world size 1", 90, ddp_at_world_size_one),
-        Measurement("torchrun, 1 rank, default backend", 90, torchrun_with_one_rank),
+        Measurement("smoke run, ranks of an agent", 60, smoke_through_an_agent),
         # The claim itself, early: the whole recipe's step.
-        Measurement("gpt2_124m", 200, measure_speed("experiment=gpt2_124m")),
-        Measurement("pytest -m gpu", 400, tests_of_gpus),
-        Measurement("doctor", 90, doctor),
+        Measurement("gpt2_124m", 120, measure_speed("experiment=gpt2_124m")),
+        Measurement("DDP at world size 1", 60, ddp_at_world_size_one),
+        Measurement("torchrun, 1 rank, default backend", 60, torchrun_with_one_rank),
+    ],
+)
+TESTED = Stage(
+    "C",
+    "Do the project's own tests pass?",
+    150,
+    [
+        Measurement("pytest -m gpu", 120, tests_of_gpus),
+        Measurement("doctor", 60, doctor),
     ],
 )

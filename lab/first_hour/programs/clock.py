@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import statistics
 import time
@@ -23,25 +24,36 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Return how long `work` takes, with what it starts on the device."""
+def free_memory() -> None:
+    """Give the memory of what is no longer used back to the device."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_of(work: Callable[[], Any], inner: int = 1) -> float:
+    """Return how long `work` takes, with what it starts on the device: the mean of `inner` runs."""
     synchronize()
     begun = time.perf_counter()
-    work()
+    for _ in range(inner):
+        work()
     synchronize()
-    return time.perf_counter() - begun
+    return (time.perf_counter() - begun) / inner
 
 
-def milliseconds(work: Callable[[], Any], repeats: int = 15, warmup: int = 4) -> float:
-    """Return the median time of `work`."""
+def milliseconds(
+    work: Callable[[], Any], repeats: int = 15, warmup: int = 4, inner: int = 1
+) -> float:
+    """Return the median time of `work`, of means of `inner` runs."""
     if DRY:
         repeats = 2
         warmup = 1
+        inner = 1
     for _ in range(warmup):
         work()
-    return statistics.median(seconds_of(work) for _ in range(repeats)) * 1e3
+    return statistics.median(seconds_of(work, inner) for _ in range(repeats)) * 1e3
 
 
-def show(name: str, result: str) -> None:
-    """Print a row of the report."""
-    print(f"row | {name} | {result}", flush=True)
+def show(name: str, result: str, status: str = "") -> None:
+    """Print a row of the report; its status is that of `report.py`, by default that it is fine."""
+    print(f"row {status}".rstrip() + f" | {name} | {result}", flush=True)

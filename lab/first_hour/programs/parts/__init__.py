@@ -1,0 +1,1 @@
+"""The parts of a training step, measured one after another in one process."""

@@ -1,0 +1,53 @@
+"""Time a step of AdamW and of Muon, whose update is compiled, at three sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from clock import DEVICE, DRY, free_memory, milliseconds, show
+
+from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
+from lockstep_gpt.training.muon import Muon
+from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import OptimConfig
+
+SMALL = {"124M": {"n_layer": 12, "n_head": 6, "n_embd": 768, "ngram_rows": 65536}}
+LARGE = {
+    "350M": {"n_layer": 24, "n_head": 8, "n_embd": 1024},
+    "1.3B": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "n_kv_head": 8},
+}
+TINY = {"tiny": {"n_layer": 2, "n_head": 2, "n_embd": 64, "ngram_rows": 64}}
+VOCABULARY = 257 if DRY else 50257
+
+
+def main() -> None:
+    """Print the rows of the recipe's size."""
+    measure("optimizers: ", TINY if DRY else SMALL)
+
+
+def large() -> None:
+    """Print the rows of larger models, for a process that does nothing else."""
+    measure("", TINY if DRY else LARGE)
+
+
+def measure(prefix: str, shapes: dict[str, dict[str, int]]) -> None:
+    """Print the rows of some sizes."""
+    for size, shape in shapes.items():
+        settings: dict[str, Any] = {**shape, "bias": False, "architecture": "modern"}
+        with torch.device(DEVICE):
+            model = build_gpt(ModelConfig(block_size=1024, **settings), VOCABULARY)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for algorithm in ("adamw", "muon"):
+            optimizer: Any = build_optimizer(model, OptimConfig(algorithm=algorithm), 1e-4)
+            if isinstance(optimizer, Muon):
+                optimizer.placement = ReplicatedMatrices(compiled=True)
+            optimizer.found_inf = torch.zeros((), device=DEVICE)
+            took = milliseconds(optimizer.step, 8, 3)
+            show(f"{prefix}{size} {algorithm}", f"{took:.2f} ms")
+            del optimizer
+        del model
+        free_memory()
