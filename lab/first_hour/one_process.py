@@ -81,7 +81,7 @@ STAGE = OneProcess(
         Part("products", 30),
         Part("attention", 30),
         Part("base", 100),
-        Part("residual stream", 80),
+        Part("float32 residual", 80),
         Part("loss", 60),
         Part("ddp", 110),
         Part("coordinate descent", 100),

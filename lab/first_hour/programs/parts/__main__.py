@@ -33,7 +33,6 @@ from parts import (  # noqa: E402
     micro_batch,
     optimizers,
     products,
-    residual,
 )
 
 PARTS: dict[str, Callable[[], None]] = {
@@ -42,7 +41,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "products": products.main,
     "attention": attention.main,
     "base": micro_batch.base,
-    "residual stream": residual.main,
+    "float32 residual": micro_batch.float32_residual,
     "loss": loss.main,
     "ddp": ddp.main,
     "coordinate descent": micro_batch.coordinate_descent,

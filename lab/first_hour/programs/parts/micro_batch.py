@@ -19,8 +19,13 @@ PROFILED = 2  # micro-batches
 
 
 def base() -> None:
-    """Measure the model as it is."""
+    """Measure the model of a new run."""
     measure("base", new_model())
+
+
+def float32_residual() -> None:
+    """Measure it with the residual stream in float32, as in runs that earlier versions began."""
+    measure("float32 residual", new_model(residual_dtype="float32"))
 
 
 def coordinate_descent() -> None:

@@ -20,11 +20,12 @@ PADDED_V = -(-V // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 ACCUMULATION = 8  # micro-batches of a step
 
 
-def new_model(width: int = C) -> GPT:
+def new_model(width: int = C, residual_dtype: str = "bfloat16") -> GPT:
     """Return the model, with the same weights in each call."""
     torch.manual_seed(0)
+    shape = {"block_size": T, "n_layer": L, "n_head": HEADS, "n_embd": width}
     with torch.device(DEVICE):
-        return build_gpt(ModelConfig(block_size=T, n_layer=L, n_head=HEADS, n_embd=width), V)
+        return build_gpt(ModelConfig(**shape, residual_dtype=residual_dtype), V)
 
 
 def text_file(content: str, part: str) -> Path:
