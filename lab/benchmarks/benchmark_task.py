@@ -24,40 +24,25 @@ WARMUP = 4  # steps that do not count; compilation happens in them
 BURST = 4  # steps that alternate if two loops share a process
 TOY_BURST = 50
 
-# Shape, micro-batch, and accumulation. S is nanoGPT's documented recipe for a CPU; in M, the
-# vocabulary matters; gpt2 is what one GPU trains, with 524,288 tokens a step. All are GPT-2 with
-# AdamW except quickstart, our own recipe: only `ours` and `pair` know its model and optimizer.
+# Layers, heads, width, T tokens, B samples of a micro-batch, vocabulary, micro-batches of a step.
+NANO = {"n_layer": 4, "n_head": 4, "n_embd": 128, "T": 64, "B": 12, "vocab": 256, "steps": 1}
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "T": 1024, "vocab": 50257, "steps": 8}
+
+# S is nanoGPT's documented recipe for a CPU, without biases; in M, the vocabulary matters; gpt2 is
+# what one GPU trains, with 524,288 tokens a step. Loops compare models of this shape with AdamW.
+# Of quickstart, our own recipe, only ours has the model; with quickstart_adamw, it also has AdamW.
 MODELS = {
     "toy": {"n_layer": 1, "n_head": 1, "n_embd": 16, "T": 8, "B": 4, "vocab": 256, "steps": 1},
-    "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "T": 64, "B": 12, "vocab": 256, "steps": 1},
-    "quickstart": {
-        "n_layer": 4,
-        "n_head": 4,
-        "n_embd": 128,
-        "T": 64,
-        "B": 12,
-        "vocab": 256,
-        "steps": 1,
-    },
+    "S": {**NANO, "bias": False},
+    "quickstart": {**NANO, "bias": False},
+    "quickstart_adamw": {**NANO, "bias": False},
     "M": {"n_layer": 6, "n_head": 8, "n_embd": 512, "T": 127, "B": 8, "vocab": 50257, "steps": 1},
-    "gpt2": {
-        "n_layer": 12,
-        "n_head": 12,
-        "n_embd": 768,
-        "T": 1024,
-        "B": 32,  # with 64, our loss is computed in chunks on an H100
-        "vocab": 50257,
-        "steps": 8,
-    },
-    "gpt2_xl": {
-        "n_layer": 48,
-        "n_head": 25,
-        "n_embd": 1600,
-        "T": 1024,
-        "B": 16,
-        "vocab": 50257,
-        "steps": 8,
-    },
+    "gpt2": {**GPT2, "B": 32},  # with 64, our loss is computed in chunks on an H100
+    "gpt2_xl": {**GPT2, "n_layer": 48, "n_head": 25, "n_embd": 1600, "B": 16},
+}
+RECIPES = {
+    "quickstart": ("model=modern_nano", "optim=muon"),
+    "quickstart_adamw": ("model=modern_nano", "optim=adamw"),
 }
 
 
@@ -76,6 +61,11 @@ class Task:
     def shape(self) -> dict[str, int]:
         """Layers, heads, width, T tokens, B samples over all ranks, vocabulary, micro-steps."""
         return MODELS[self.model]
+
+    @property
+    def bias(self) -> bool:
+        """Whether linear layers and norms have biases, as in GPT-2."""
+        return bool(self.shape.get("bias", True))
 
     @property
     def tokens_per_step(self) -> int:
@@ -105,12 +95,10 @@ class Task:
         if paired:  # whole bursts
             counted = math.ceil(self.steps / self.burst) * self.burst
         steps = WARMUP + counted + 1
-        recipe = ["model=gpt2", "optim=adamw"]
-        if self.model == "quickstart":
-            recipe = ["model=modern_nano", "optim=muon"]
+        gpt2 = ("model=gpt2", "optim=adamw", f"model.bias={str(self.bias).lower()}")
         clock = "Pair" if paired else "Clock"
         return [
-            *recipe,
+            *RECIPES.get(self.model, gpt2),
             f"model.block_size={shape['T']}",
             *(f"model.{name}={shape[name]}" for name in ("n_layer", "n_head", "n_embd")),
             "data=synthetic",

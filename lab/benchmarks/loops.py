@@ -28,14 +28,14 @@ from torch import Tensor, nn
 class PlainBlock(nn.Module):
     """A block made of torch's own modules."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList([nn.LayerNorm(width, bias=bias) for _ in range(2)])
+        self.qkv = nn.Linear(width, 3 * width, bias)
+        self.out = nn.Linear(width, width, bias)
+        self.up = nn.Linear(width, 4 * width, bias)
+        self.down = nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Refine (B, T, C)."""
@@ -57,9 +57,9 @@ class PlainGPT(nn.Module):
         self.tokens = nn.Embedding(shape["vocab"], shape["n_embd"])
         self.positions = nn.Embedding(shape["T"], shape["n_embd"])
         self.blocks = nn.ModuleList(
-            PlainBlock(shape["n_embd"], shape["n_head"]) for _ in range(shape["n_layer"])
+            PlainBlock(shape["n_embd"], shape["n_head"], task.bias) for _ in range(shape["n_layer"])
         )
-        self.norm = nn.LayerNorm(shape["n_embd"])
+        self.norm = nn.LayerNorm(shape["n_embd"], bias=task.bias)
         self.head = nn.Linear(shape["n_embd"], shape["vocab"], bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.head.weight = self.tokens.weight
@@ -144,9 +144,10 @@ def our_model(task: Task) -> nn.Module:
     from lockstep_gpt.model.model_settings import ModelConfig
 
     shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    return GPT(ModelConfig(block_size=task.shape["T"], **shape), task.shape["vocab"]).to(
-        task.device
+    config = ModelConfig(
+        block_size=task.shape["T"], bias=task.bias, residual_dtype="bfloat16", **shape
     )
+    return GPT(config, task.shape["vocab"]).to(task.device)
 
 
 def best(task: Task, config: Any) -> Callable[[], Any]:
@@ -211,7 +212,11 @@ def nanogpt(task: Task) -> Callable[[], Any]:
     join(task)
     shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
     config = GPTConfig(
-        block_size=task.shape["T"], vocab_size=task.shape["vocab"], dropout=0.0, bias=True, **shape
+        block_size=task.shape["T"],
+        vocab_size=task.shape["vocab"],
+        dropout=0.0,
+        bias=task.bias,
+        **shape,
     )
     if task.shape["vocab"] == 50257 and task.device == "cuda":
         config.vocab_size = 50304  # its own training script rounds it up like this
@@ -241,6 +246,7 @@ def litgpt(task: Task) -> Callable[[], Any]:
         Config(
             block_size=task.shape["T"],
             padded_vocab_size=-(-task.shape["vocab"] // 64) * 64,
+            bias=task.bias,
             rotary_percentage=1.0,
             parallel_residual=False,
             **shape,

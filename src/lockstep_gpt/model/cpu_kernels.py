@@ -56,7 +56,8 @@ def name_of_products(name: str) -> str:
     """Return what a receipt calls the library of `blas` or `onednn`."""
     if name == "onednn":
         return "oneDNN"
-    return "MKL" if torch._C.has_mkl else "BLAS"
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return "MKL" if has_mkl else "BLAS"
 
 
 def use_exact_products() -> str:
