@@ -17,9 +17,10 @@ from lockstep_gpt.model.cpu_kernels import CpuKernels, name_of_products
 from lockstep_gpt.model.functional import causal_attention
 from lockstep_gpt.training.orthogonalization import orthogonalized
 
-SECONDS = 0.2  # for layers, besides a first round, which has no limit and does not count
-SECONDS_OF_OTHERS = 0.08  # for Newton-Schulz, and for threads
-GAIN = 1.1  # another candidate than the rule's must be so many times faster: no noise may decide
+SECONDS = 0.12  # for layers, besides a first round, which has no limit and does not count
+SECONDS_OF_OTHERS = 0.04  # for Newton-Schulz, and for threads
+GAIN = 1.02  # other kernels than the rule's must be so many times faster
+GAIN_OF_PRECISION = 1.1  # and another precision: it rounds differently, so no noise may decide
 GAIN_OF_THREADS = 1.5  # for fewer threads: other programs disturb many threads more
 # The size of what is timed, some milliseconds on one thread.
 OPERATIONS = 1 << 28
@@ -84,9 +85,13 @@ def layer_seconds(shape: Shape, candidates: Iterable[Candidate]) -> dict[Candida
 
 
 def fastest(seconds: Mapping[Candidate, float], rule: Candidate) -> Candidate:
-    """Return the fastest candidate, or the rule's if that is nearly as fast."""
+    """Return the fastest candidate of all, or of the rule's precision if that is nearly as fast."""
+    alike = [each for each in seconds if each.precision == rule.precision]
+    chosen = min(alike, key=lambda each: seconds[each])
+    if seconds[chosen] * GAIN > seconds[rule]:
+        chosen = rule
     best = min(seconds, key=lambda each: seconds[each])
-    return best if seconds[best] * GAIN < seconds[rule] else rule
+    return best if seconds[best] * GAIN_OF_PRECISION < seconds[chosen] else chosen
 
 
 def newton_schulz_seconds(shape: Shape, forms: Iterable[str]) -> dict[str, float]:
