@@ -123,13 +123,17 @@ class RunDirectory:
         They include what the run decided when it began, except for its threads: each start has its
         own cores.
         """
-        values = read_frozen(self.config)
+        values = self.frozen()
         settings = self.decisions().get("settings")
         if settings is None:
             return values
         threads = values.get("kernels", {}).get("threads")
         kernels = {**settings["kernels"], "threads": threads}
         return {**values, "precision": settings["precision"], "kernels": kernels}
+
+    def frozen(self) -> dict[str, Any]:
+        """Return the values in `config.yaml`, before the run decided what they leave open."""
+        return read_frozen(self.config)
 
     def keep_decisions(self, decisions: dict[str, Any]) -> None:
         """Keep the `settings` that the run has decided, and what it `measured` for that."""
