@@ -28,7 +28,6 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_link,
 )
 from lockstep_gpt.launch import compose
-from lockstep_gpt.launch.resolving import with_precision
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.cluster.prediction import Plan
@@ -90,8 +89,7 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
         for config, chosen in flags.each_job(overrides, job):
-            planned = with_precision(config, hardware.accelerator)
-            _show(_plan(planned, chosen, hardware, options), options)
+            _show(_plan(config, chosen, hardware, options), options)
     finally:
         gc.freeze()
         gc.enable()
