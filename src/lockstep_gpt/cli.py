@@ -18,7 +18,12 @@ from lockstep_gpt.errors import (
     refusing_long_names,
 )
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.processes import end_process, own_process, print_error, refuse_as_program
+from lockstep_gpt.processes import (
+    end_process,
+    own_process,
+    print_error,
+    refuse_as_program,
+)
 from lockstep_gpt.registry import Command, additions, resolved
 from lockstep_gpt.stop_signals import Interrupted
 

@@ -210,7 +210,7 @@ def test_without_a_folder_to_remember_in_a_run_measures(processor, tmp_path):
 
 
 def test_every_candidate_is_timed_and_the_process_is_left_as_it_was():
-    threads = torch.get_num_threads()
+    before = state_of_process()
     products = ("blas", "onednn")
     candidates = [
         *(Candidate(name, kind, "32-true") for name in products for kind in ("plain", "fused")),
@@ -220,9 +220,12 @@ def test_every_candidate_is_timed_and_the_process_is_left_as_it_was():
         seconds = kernel_timing.layer_seconds(shape, candidates)
         assert set(seconds) == set(candidates)
         assert all(0 < each < 0.1 for each in seconds.values())
-    assert torch.get_num_threads() == threads
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert cpu_kernels.in_use == cpu_kernels.CpuKernels()
+    assert state_of_process() == before
+
+
+def state_of_process():
+    precision = torch.get_float32_matmul_precision()
+    return torch.get_num_threads(), precision, cpu_kernels.in_use
 
 
 def test_more_threads_than_one_are_timed_by_halves():

@@ -22,8 +22,16 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
-from lockstep_gpt.distributed.rank_states import is_of_rank, state_of_rank, with_own_shards
-from lockstep_gpt.distributed.sharded_states import OwnShard, gathered, share_of
+from lockstep_gpt.distributed.rank_states import (
+    is_of_rank,
+    state_of_rank,
+    with_own_shards,
+)
+from lockstep_gpt.distributed.sharded_states import (
+    OwnShard,
+    gathered,
+    share_of,
+)
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.lightning_patches import limit_waits_in_mesh, skip_teardown

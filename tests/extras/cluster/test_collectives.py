@@ -111,7 +111,8 @@ def test_ranks_of_a_gpu_join_and_wait_with_their_device(monkeypatch, backend, in
     examination = Examination(config, {}, ranks, 60, 0.0)
     examination.accelerator = "cuda"
     device = torch.device("cuda", 1)
-    monkeypatch.setattr("lockstep_gpt.extras.cluster.examination.vocabulary", lambda _: 64)
+    vocabulary = "lockstep_gpt.extras.cluster.examination.vocabulary"
+    monkeypatch.setattr(vocabulary, lambda _: 64)
     with examination._group(SimpleNamespace(store=dist.HashStore()), device):
         examination._speed(device)
     assert given["name"] == backend
