@@ -106,6 +106,8 @@ def build(config: DictConfig) -> Parts:
     check("resume", checked.resume, checked.resume == "none", rule)
     placement = _one_rank(checked)
     values["trainer"] = resolving.resolved_trainer(values, placement)
+    values["precision"] = resolving.resolved_precision(values, placement)
+    values["kernels"] = resolving.resolved_kernels(values)
     batch = _batch(checked, placement)
     values["batch"]["global_size"] = batch.global_size
     if checked.run_dir is None:
