@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep_gpt.model import cpu_kernels
 
+PRODUCTS_OF_GPUS = {"cuda": "TF32", "mps": "Metal"}  # of float32 matrices, as a receipt names them
 IGNORE = -100  # a target with this value doesn't count
 MANY_LOGITS = 1 << 25  # more logits than this are computed in chunks
 CHUNK_LOGITS = 1 << 23  # logits per chunk
@@ -81,7 +82,7 @@ def choose_matrix_products(device: str) -> str:
     if device == "cpu":
         return cpu_kernels.name_of_products(cpu_kernels.use_exact_products())
     torch.set_float32_matmul_precision("high")
-    return "TF32" if device == "cuda" else "Metal"
+    return PRODUCTS_OF_GPUS[device]
 
 
 def is_narrow(device: str) -> bool:

@@ -21,6 +21,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import from_each_rank, from_rank_zero, is_rank_zero
 from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.model.cpu_kernels import SHORT, CpuKernels, name_of_products
+from lockstep_gpt.model.functional import PRODUCTS_OF_GPUS, choose_matrix_products
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import kernel_timing, remembered
 from lockstep_gpt.training.kernel_settings import ATTENTION, NEWTON_SCHULZ
@@ -187,7 +188,7 @@ def use(config: Config) -> None:
     """Compute with the kernels of a `config` that `decided` has returned, from now on."""
     kernels = config.kernels
     if config.trainer["accelerator"] != "cpu":
-        torch.set_float32_matmul_precision("high")
+        choose_matrix_products(config.trainer["accelerator"])
         return
     assert kernels.products is not None, "not decided"
     cpu_kernels.use_products(kernels.products)
@@ -201,7 +202,7 @@ def receipt_line(config: Config, measured: Mapping[str, float]) -> str:
     """Return what the receipt says of the kernels in use, and of what was measured."""
     accelerator = config.trainer["accelerator"]
     if accelerator != "cpu":
-        return f"matrix products by {'TF32' if accelerator == 'cuda' else 'Metal'}"
+        return f"matrix products by {PRODUCTS_OF_GPUS[accelerator]}"
     kernels = config.kernels
     assert kernels.products is not None, "not decided"
     parts = [f"matrix products by {name_of_products(kernels.products)}"]
