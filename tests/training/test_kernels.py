@@ -269,7 +269,7 @@ def test_a_run_keeps_its_kernels_when_it_is_resumed(command, processor):
     assert first["kernels"]["attention"] == "fused"
     log = (command.folder / "run/train.log").read_text()
     assert "kernels    matrix products by MKL" in log or "kernels    matrix products by BLAS" in log
-    assert "fused attention, 32-true: 11" in log
+    assert "fused/32-true 11" in log
 
     processor(AMD)
     command.train("max_steps=20", "run_dir=run", "resume=auto")

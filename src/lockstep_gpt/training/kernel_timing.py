@@ -55,7 +55,7 @@ class Candidate:
     def __str__(self) -> str:
         """Return it as a receipt shows it."""
         library = name_of_products(self.products)
-        return f"{library}, {self.attention} attention, {self.precision}"
+        return f"{library}/{self.attention}/{self.precision}"
 
     @property
     def linear(self) -> tuple[str, str]:

@@ -209,6 +209,6 @@ def receipt_line(config: Config, measured: Mapping[str, float]) -> str:
     if kernels.newton_schulz is not None:
         parts.append(f"Newton-Schulz in {FORMS[kernels.newton_schulz]}")
     if measured:
-        times = ", ".join(f"{name}: {each:g}" for name, each in measured.items())
-        parts.append(f"measured in microseconds per token and layer: {times}")
+        times = ", ".join(f"{name} {each:.1f}" for name, each in measured.items())
+        parts.append(f"measured, in us per token and layer: {times}")
     return "; ".join(parts)
