@@ -75,6 +75,8 @@ def hopper(monkeypatch):
     """An H100 whose torch has cuDNN 9.10.2 and chooses FlashAttention."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr(advice, "attention", lambda _: "flash")
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
     return Config(max_steps=1, precision="bf16-mixed", model=MODEL, trainer={"accelerator": "cuda"})
