@@ -23,9 +23,9 @@ from omegaconf import DictConfig
 from lockstep_gpt import stop_signals
 from lockstep_gpt.config import LEVELS, Config, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.inference.sample import prompt_from
 from lockstep_gpt.launch import checks, devices, resolving
 from lockstep_gpt.launch import compose as composing
 from lockstep_gpt.launch.commands import log_to_stdout
@@ -33,19 +33,23 @@ from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
 from lockstep_gpt.run import last_line
-from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
-from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.training import ending, kernels, train
 from lockstep_gpt.training.batches import build_data, tokenizer_of
-from lockstep_gpt.training.building import build_trainer
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.building import (
+    build_metrics,
+    build_module,
+    build_trainer,
+    counting,
+)
+from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.train import Training
 
 logger = logging.getLogger(__name__)
@@ -155,16 +159,22 @@ def _without_directory(values: dict[str, Any]) -> Parts:
     batch = train.batch_of(config, ranks)
     schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
-    module = GPTModule(config, schedule, tokenizer_of(data))
-    load_initial_weights(module.model, module.tokenizer)
-    flops = module.model.flops_per_token
-    metrics = Metrics(config.log_every, batch.tokens_per_step, flops, peak_tflops(config, 1))
+    tokenizer = tokenizer_of(data)
+    module = build_module(config, schedule, tokenizer)
+    load_initial_weights(module.model, tokenizer)
+    metrics = build_metrics(config, batch, module.model)
     trainer = build_trainer(
         config,
         ranks,
         batch,
-        first=[metrics, CountedTargets(config)],
-        last=[*gradient_sums(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
+        tokenizer,
+        first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
+        last=[
+            ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped),
+            FreeGradients(),
+            ValidateAtEnd(),
+            ShowLog(LEVELS[config.verbosity]),
+        ],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],
         max_steps=schedule.total_steps,
@@ -245,7 +255,7 @@ class AroundFit(Callback):
         training = self.training
         self.started = time.perf_counter()
         self.undo.enter_context(stop_signals.restored())
-        self.undo.enter_context(routed_output(training.directory, Ranks(), pl_module.config))
+        self.undo.enter_context(routed_output(training.directory, Ranks(), training.config))
         training.metrics.continue_from(training.metrics_file.truncate_after(0))
         train.announce(training)
 
@@ -253,7 +263,7 @@ class AroundFit(Callback):
         """Write the summary, and print what is next."""
         self._conclude(ending.status_of(trainer), saved=True)
         row = self.training.metrics.row
-        prompt = prompt_from(self.training.data, pl_module.tokenizer)
+        prompt = prompt_from(self.training.data, self.training.tokenizer)
         lines = ending.last_lines(self.training.directory, trainer, row, self.started, prompt)
         logger.info("%s", lines)
 

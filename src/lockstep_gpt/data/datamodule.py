@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning
 import numpy as np
@@ -13,25 +12,11 @@ from lockstep_gpt.data.feeding import Feed, TokenStream, move_to_device
 from lockstep_gpt.data.order import Order, Positions
 from lockstep_gpt.data.packing import Packing, Stream
 from lockstep_gpt.data.windows import Batch, Stored
+from lockstep_gpt.distributed.data_place import data_place
 from lockstep_gpt.errors import UserError
 
 # Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.
 OrderRule = Callable[[Mapping[str, int], int, int], order.Rule]
-
-
-class DataPlace(NamedTuple):
-    """Which of a step's samples are a rank's; ranks that split the model have the same ones."""
-
-    rank: int
-    size: int  # how many ranks, or groups of ranks, have samples of their own
-
-
-def data_place(trainer: lightning.Trainer) -> DataPlace:
-    """Return the place of this rank, as the Trainer's strategy tells any sampler."""
-    place = trainer.distributed_sampler_kwargs
-    if place is None:  # a single device
-        return DataPlace(0, 1)
-    return DataPlace(place["rank"], place["num_replicas"])
 
 
 class TokenDataModule(lightning.LightningDataModule):

@@ -1,43 +1,95 @@
-"""DDP: every rank has the whole model, and gradients are averaged while backward runs."""
+"""DDP: every rank has the whole model, and gradients are added while backward runs."""
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
+from lightning import Trainer
 from lightning.pytorch import strategies
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.lightning_patches import register_communication_hook, skip_teardown
+from lockstep_gpt.distributed.exact_sums import AddsGradients
+from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.torch_patches import compiling_one_graph
 
+# A state and a function of torch.distributed.algorithms.ddp_comm_hooks.
+CommHook = tuple[Any, Callable[..., Any]]
 
-class DDPStrategy(strategies.DDPStrategy):
-    """Lightning's, without slow broadcasts or waiting for dead ranks.
+
+class DDPStrategy(AddsGradients, strategies.DDPStrategy):
+    """Lightning's, which adds the gradients of a step with the same bits after any restart.
 
     Args:
         split_graph: whether torch cuts a compiled model at the borders of buckets, so that they are
             sent while backward goes on; `auto`: only where that hides more than it costs.
+        exact_threads: adds gradients in one order, for equal bits on any number of ranks, each of
+            which computes with so many threads; None: averages them as DDP does.
+        comm_hook: compresses gradients; see `DistributedDataParallel.register_comm_hook`.
         arguments: Lightning's, and those of torch's `DistributedDataParallel`.
     """
 
-    def __init__(self, split_graph: bool | str = True, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(
+        self,
+        split_graph: bool | str = True,
+        exact_threads: int | None = None,
+        comm_hook: CommHook | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(exact_threads=exact_threads, **arguments)
         self.split_graph = split_graph
+        self.comm_hook = comm_hook
         self._compiling = ExitStack()
+        self._first_step: FirstStep | None = None
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # weights, and their place in a bucket
+        self._step_begins = True
 
-    def setup(self, trainer: Any) -> None:
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the exchange of gradients depends on those of every step before."""
+        return self.comm_hook is not None and self.comm_hook[0] is not None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay in DDP's buckets, where micro-batches are added to them."""
+        return bool(self._kept)
+
+    def setup(self, trainer: Trainer) -> None:
         """Decide first whether the model is compiled in one piece."""
         self._compiling.enter_context(self.compiling(trainer.accumulate_grad_batches))
         super().setup(trainer)
 
+    def configure_ddp(self) -> None:
+        """Wrap the module; broadcast buffers only if some are saved, like BatchNorm's."""
+        super().configure_ddp()
+        module: Any = self.lightning_module
+        wrapped: Any = self.model
+        if module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers()):
+            wrapped.broadcast_buffers = False  # the argument has two names, by torch version
+        trainer: Trainer = module.trainer
+        if self.exact is None and module.automatic_optimization:
+            self._first_step = first_step_of(wrapped, trainer)
+        elif wrapped.static_graph and trainer.accumulate_grad_batches > 1:
+            self._first_step = FirstStep(wrapped, passes=0, keeps=False)
+        if self.exact is not None:
+            wrapped.register_comm_hook(None, self.exact.exchange)
+        elif self._first_step is None:
+            self._compress()
+
     def teardown(self) -> None:
-        """Restore torch's setting."""
+        """Restore torch's setting, and free the gradients, which would outlive DDP."""
         self._compiling.close()
+        for weight, _ in self._kept:
+            weight.grad = None
+        self._kept = []
+        self._first_step = None
         super().teardown()
 
     def compiling(self, micro_batches: int) -> AbstractContextManager[Any]:
         """Return a context in which a model for steps of so many micro-batches is compiled."""
-        if self.splits_graph(micro_batches):
+        if self.exact is None and self.splits_graph(micro_batches):
             return nullcontext()
         return compiling_one_graph()
 
@@ -51,107 +103,235 @@ class DDPStrategy(strategies.DDPStrategy):
             return self.num_nodes > 1 and micro_batches == 1
         return bool(self.split_graph)
 
-    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """Broadcast buffers in each step only if some are saved state, like BatchNorm's."""
-        wrapped = super()._setup_model(model)
-        if model.state_dict().keys().isdisjoint(name for name, _ in model.named_buffers()):
-            wrapped.broadcast_buffers = False  # the argument has two names, by torch version
-        return wrapped
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Exchange no gradients in this context, except where `static_graph` needs it.
+
+        Torch fails if the first backward of a static graph is one without an all-reduce.
+        """
+        if self._first_step is not None and self._first_step.needs_exchange():
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def before_gradients(self, is_last: bool) -> None:
+        """Put gradients back in their buckets, as zeros, and watch those of the first step."""
+        if self._step_begins:
+            absent = [(weight, place) for weight, place in self._kept if weight.grad is None]
+            if absent:
+                torch._foreach_zero_([place for _, place in absent])
+            for weight, place in absent:
+                weight.grad = place
+        self._step_begins = is_last
+        if self._first_step is not None and self._first_step.needs_gradients(is_last):
+            self._first_step.watch()
+
+    def after_gradients(self, is_last: bool) -> None:
+        """End the first step of this process with the sums that later steps compute."""
+        if self._first_step is not None:
+            self._first_step.unwatch()
+            if is_last:
+                self._kept = self._first_step.end(self._compress)
+                self._first_step = None
+            else:
+                self._first_step.restore()
+        super().after_gradients(is_last)
+
+    def _compress(self) -> None:
+        wrapped: Any = self.model
+        if self.comm_hook is not None:
+            wrapped.register_comm_hook(*self.comm_hook)
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for nothing that may need a lost peer."""
+        super().on_exception(exception)
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)
 
 
-class CompressedDDP(DDPStrategy):
-    """DDP that sends gradients in fewer bytes, on CPUs too."""
+def first_step_of(wrapped: DistributedDataParallel, trainer: Trainer) -> "FirstStep | None":
+    """Return what arranges DDP's buckets in the first step; None if there is no need.
 
-    def _register_ddp_hooks(self) -> None:
-        register_communication_hook(self)
+    DDP arranges its buckets after the first step of a process, in the order in which gradients
+    arrived. This decides the order of reduction over three or more ranks: a restarted run would sum
+    in another order.
 
-
-def can_keep_gradients(strategy: strategies.Strategy) -> bool:
-    """Return whether gradients may stay in DDP's buckets from step to step, as zeros in between.
-
-    A parameter that some steps don't use then has a gradient of zero in them, and its moments would
-    change it: with `find_unused_parameters`, the optimizer must find none instead.
-    """
-    ddp = strategy.model
-    if not isinstance(ddp, nn.parallel.DistributedDataParallel):
-        return False
-    return ddp.gradient_as_bucket_view and not ddp.find_unused_parameters
-
-
-def arrange_buckets(
-    strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor], keep: bool
-) -> bool:
-    """Make DDP arrange its buckets now instead of after the first step.
-
-    DDP does so once, in the order in which gradients arrived. This decides the order of reduction
-    over three or more ranks: a restarted run would sum in another order.
-
-    It also decides where the first step finds its gradients. DDP multiplies one that it copies into
-    a bucket by 1 / ranks, and divides one that is already there by their number. These round
+    It also decides where a step finds its gradients. DDP multiplies one that it copies into a
+    bucket by 1 / ranks, and divides one that is already there by their number. These round
     differently unless the number is a power of two, so all steps must do the same.
+    """
+    size = trainer.world_size
+    is_static = wrapped.static_graph
+    accumulates = trainer.accumulate_grad_batches > 1
+    arranges_once = is_static or not wrapped.find_unused_parameters
+    # A parameter that some steps don't use would have a gradient of zero in a bucket, and its
+    # moments would change it: the optimizer must find none instead.
+    keeps = accumulates and wrapped.gradient_as_bucket_view and not wrapped.find_unused_parameters
+    if not arranges_once or not (size > 2 or keeps):
+        needs_exchange = is_static and accumulates
+        return FirstStep(wrapped, passes=0, keeps=False) if needs_exchange else None
+    passes = 1
+    if is_static and not accumulates:
+        passes += 1  # its first backward only notes how often each parameter is used
+    if keeps and size & (size - 1):
+        passes += 1  # which divides what is already in the buckets
+    return FirstStep(wrapped, passes, keeps)
 
-    And with `static_graph`, torch fails if the first backward of all is one without an all-reduce.
+
+class FirstStep:
+    """Exchanges the gradients of a process's first step again, once DDP has its final buckets.
+
+    The owner's code runs once. A function that only hands over the gradients of this rank takes
+    the place of the model in further passes through DDP.
 
     Args:
-        strategy: of the Trainer; one that isn't DDP has no buckets.
-        model: its buffers, such as BatchNorm's statistics, are as before afterward.
-        batch: tokens and targets, each (B, T); their values don't matter.
-        keep: whether to leave zeros in the buckets as gradients, instead of none.
-
-    Returns:
-        Whether gradients are in the buckets: no, if the model left a parameter unused.
+        wrapped: the module in DDP.
+        passes: how many to make.
+        keeps: whether gradients stay in the buckets afterward.
     """
-    if not isinstance(strategy, strategies.DDPStrategy):
-        return False
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    gradients = _gradients_of(strategy, model, batch)
-    is_kept = keep and None not in gradients
-    if is_kept:
-        # DDP allocates its final buckets in this forward: without gradients, only once.
-        gradients = _gradients_of(strategy, model, batch)
-        for gradient in gradients:
-            gradient.zero_()
-    else:
-        model.zero_grad()
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-    return is_kept
+
+    def __init__(self, wrapped: DistributedDataParallel, passes: int, keeps: bool) -> None:
+        self._wrapped = wrapped
+        self._passes = passes
+        self._keeps = keeps
+        self._exchanges = 0
+        self._weights = [weight for weight in wrapped.module.parameters() if weight.requires_grad]
+        self._local: dict[nn.Parameter, Tensor] = {}  # in the order of arrival
+        self._repeats = False  # whether a gradient arrived in several parts
+        self._handles: list[Any] = []
+
+    def needs_exchange(self) -> bool:
+        """Return whether the next backward must have an exchange, though it isn't the last."""
+        return bool(self._wrapped.static_graph) and self._exchanges == 0
+
+    def needs_gradients(self, is_last: bool) -> bool:
+        """Return whether the gradients of the next backward are needed as they were before it."""
+        return self._passes > 0 if is_last else self.needs_exchange()
+
+    def watch(self) -> None:
+        """Keep the gradients of the next backward as they are before the exchange."""
+        self._exchanges += 1
+        self._local = {}
+        for weight in self._weights:
+            self._handles.append(weight.register_post_accumulate_grad_hook(self._keep))
+
+    def _keep(self, weight: Any) -> None:
+        self._repeats |= weight in self._local
+        self._local[weight] = weight.grad.detach().clone()
+
+    def unwatch(self) -> None:
+        """Keep no more gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def restore(self) -> None:
+        """Undo the exchange: further micro-batches are added."""
+        for weight, gradient in self._local.items():
+            weight.grad = gradient
+        self._local = {}
+
+    def end(self, compress: Callable[[], None]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Replace the gradients with those of the final buckets; return the kept ones.
+
+        Args:
+            compress: registers the user's way to exchange gradients, whose state the passes before
+                the last would change.
+        """
+        if self._repeats and self._wrapped.static_graph:
+            self._passes = 0  # DDP would wait for all parts; only the first step rounds differently
+        for number in reversed(range(self._passes)):
+            places = [weight.grad for weight in self._weights]
+            self._free()
+            if number == 0:
+                compress()
+                if self._keeps and self._passes > 1:
+                    self._fill(places)
+            self._exchange()
+        if self._passes == 0:
+            compress()
+        self._local = {}
+        kept = [
+            (weight, weight.grad)
+            for weight in self._weights
+            if weight.grad is not None and not weight.grad.is_sparse
+        ]
+        if not self._keeps or self._passes == 0 or len(kept) < len(self._weights):
+            return []
+        return kept
+
+    def _free(self) -> None:
+        for weight in self._weights:
+            weight.grad = None
+
+    def _fill(self, places: list[Tensor | None]) -> None:
+        """Let gradients be zeros in the buckets."""
+        for weight, place in zip(self._weights, places, strict=True):
+            if place is not None:
+                weight.grad = place.zero_()
+
+    def _exchange(self) -> None:
+        """Hand the gradients of this rank to DDP, in the order in which they arrived."""
+
+        def hand_over(start: Tensor) -> Tensor:
+            chain = start
+            for weight, gradient in reversed(self._local.items()):  # backward begins at the end
+                chain = HandOver.apply(chain, weight, gradient)  # type: ignore[no-untyped-call]
+            return chain
+
+        module = self._wrapped.module
+        own = vars(module).get("forward")
+        module.forward = hand_over  # as Lightning does for `training_step`
+        try:
+            start = torch.zeros((), device=self._weights[0].device, requires_grad=True)
+            end = self._wrapped(start)
+        finally:
+            del module.forward
+            if own is not None:
+                module.forward = own
+        end.backward()
 
 
-def _gradients_of(
-    strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor]
-) -> list[Any]:
-    """Run forward and backward; return the gradient, or None, of each trained parameter."""
-    model.zero_grad()
-    loss: Any = strategy.training_step(batch, 0)
-    loss.backward()
-    return [weight.grad for weight in model.parameters() if weight.requires_grad]
+class HandOver(torch.autograd.Function):
+    """Gives a weight, in backward, a gradient that is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, _weight: Tensor, gradient: Tensor) -> Tensor:
+        """Return `chain`, whose backward comes after this one."""
+        ctx.gradient = gradient
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """Return the gradients of `chain` and of the weight."""
+        return gradient, ctx.gradient, None
 
 
 def build_ddp(
     process_group_backend: str | None, timeout_seconds: float, comm_hook: str, **arguments: Any
 ) -> DDPStrategy:
     """Return the strategy; `DDPStrategy` and torch's `DistributedDataParallel` get the rest."""
-    arguments |= {
-        "process_group_backend": process_group_backend,
-        "timeout": timedelta(seconds=timeout_seconds),
-    }
-    if comm_hook == "none":
-        return DDPStrategy(**arguments)
+    return DDPStrategy(
+        process_group_backend=process_group_backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        comm_hook=comm_hook_of(comm_hook),
+        **arguments,
+    )
+
+
+def comm_hook_of(name: str) -> CommHook | None:
+    """Return torch's hook: fp16, bf16, or powersgd; None for `none`."""
+    if name == "none":
+        return None
     # Importing these takes a tenth of a second, and few runs compress gradients.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if comm_hook == "powersgd":  # low-rank approximations (Vogels et al. 2019)
+    if name == "powersgd":  # low-rank approximations (Vogels et al. 2019)
         state = powerSGD_hook.PowerSGDState(process_group=None)
-        hook = powerSGD_hook.powerSGD_hook
-        return CompressedDDP(ddp_comm_hook=hook, ddp_comm_state=state, **arguments)
+        return state, powerSGD_hook.powerSGD_hook
     hooks = {
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
     }
-    return CompressedDDP(ddp_comm_hook=hooks[comm_hook], **arguments)
+    return None, hooks[name]

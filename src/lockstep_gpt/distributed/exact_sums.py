@@ -8,20 +8,21 @@ a sequential sum with K (Higham 1993, "The accuracy of floating point summation"
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning import Callback, Trainer
-from torch import Tensor
+from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.gathering import ALL_GATHER
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.torch_patches import BatchNorm, compiling_one_graph
+from lockstep_gpt.torch_patches import BatchNorm
 
 
 class PairwiseSum:
@@ -54,51 +55,60 @@ class PairwiseSum:
         return first
 
 
-class GradientSums(Callback):
-    """Replaces DDP's sum of a step's gradients with one in the tree's order."""
+class ExactSums:
+    """The sum of a step's gradients in the tree's order, on any number of ranks.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world_size = 1
-        self.accumulation = 1
-        self.undo = contextlib.ExitStack()  # restores what it changed in torch
-        self._in_ddp = False
-        self._rest = 1.0  # the mean's factor without its powers of two
-        self._sums = PairwiseSum()
-        self._parameters: list[Tensor] = []
-        self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None
-        self._gathered: list[tuple[Any, Tensor, Tensor, Future[Tensor]]] = []
-        self._side: Any = contextlib.nullcontext()  # the stream in which a GPU adds
+    Args:
+        module: whose gradients are added.
+        world_size: number of ranks.
+        device: where it computes.
+        in_ddp: whether DDP calls `exchange` for the last micro-batch of a step.
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Take over the sum from DDP, or raise a `UserError` if the model has a BatchNorm."""
-        if any(isinstance(layer, BatchNorm) for layer in pl_module.modules()):
+    Raises:
+        UserError: the module has a BatchNorm.
+    """
+
+    def __init__(
+        self, module: nn.Module, world_size: int, device: torch.device, in_ddp: bool
+    ) -> None:
+        if any(isinstance(layer, BatchNorm) for layer in module.modules()):
             raise UserError(
                 "batch.exact_micro_size is set, and the model has a BatchNorm, whose statistics "
                 "differ by rank; use a norm over channels, or set batch.exact_micro_size=null"
             )
-        self.world_size = trainer.world_size
-        self.accumulation = trainer.accumulate_grad_batches
-        leaves = self.world_size * self.accumulation
-        power = 1 << (leaves.bit_length() - 1)  # a factor that is a power of two is exact
-        self._rest = power / leaves
-        pl_module.loss_factor = self.accumulation / power  # Lightning divides by the accumulation
-        self._parameters = [
-            parameter for parameter in pl_module.model.parameters() if parameter.requires_grad
+        self.world_size = world_size
+        self._in_ddp = in_ddp
+        self._parameters: list[Tensor] = [
+            weight for weight in module.parameters() if weight.requires_grad
         ]
-        wrapped: Any = trainer.strategy.model
-        self._in_ddp = isinstance(wrapped, DistributedDataParallel)
-        if self._in_ddp:
-            wrapped.register_comm_hook(None, self._exchange)
-        if pl_module.device.type == "cuda":
-            torch.use_deterministic_algorithms(True)  # again: Trainer sets what the user chose
+        self._rest = 1.0  # the mean's factor without its powers of two
+        self._sums = PairwiseSum()
+        self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None
+        self._gathered: list[tuple[Any, Tensor, Tensor, Future[Tensor]]] = []
+        self._side: Any = contextlib.nullcontext()  # the stream in which a GPU adds
+        if device.type == "cuda":
             self._side = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        """Take the gradients of one micro-batch out; autograd would add the next ones to them."""
-        is_last = pl_module.leaf == self.accumulation - 1
+    def factor(self, accumulation: int) -> float:
+        """Return by what to multiply a loss that is divided by the accumulation already.
+
+        Only a factor that is a power of two is exact: `add` and `exchange` multiply with the rest.
+        """
+        leaves = self.world_size * accumulation
+        power = 1 << (leaves.bit_length() - 1)
+        self._rest = power / leaves
+        return accumulation / power
+
+    def add(self, is_last: bool) -> None:
+        """Take the gradients of one micro-batch out; autograd would add the next ones to them.
+
+        After the last one of a step, the sum is the gradient.
+
+        Raises:
+            UserError: a parameter got no gradient.
+        """
         if is_last and self._in_ddp:
-            return  # `_exchange` added them
+            return  # `exchange` added them
         missing = sum(parameter.grad is None for parameter in self._parameters)
         if missing:
             raise UserError(
@@ -116,13 +126,7 @@ class GradientSums(Callback):
         for parameter, total in zip(self._parameters, totals, strict=True):
             parameter.grad = total
 
-    def on_train_end(self, *_: Any) -> None:
-        """Restore what was changed in torch."""
-        self.undo.close()
-
-    on_exception = on_train_end  # type: ignore[assignment]
-
-    def _exchange(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
+    def exchange(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
         """Add a bucket of the last micro-batch to this rank's sum, and that to the other ranks'.
 
         DDP calls this for one bucket after another while backward continues. Collectives start
@@ -178,27 +182,106 @@ class GradientSums(Callback):
         self._gathered.append((work, total, bucket, result))
 
 
-def gradient_sums(config: Config) -> list[GradientSums]:
-    """Return the callback that adds gradients in one order, if `batch.exact_micro_size` is set.
+class AddsGradients(Strategy):
+    """A mixin of strategies: decides how the gradients of a step are added.
 
-    It sets threads and kernels to round the same, until the run ends.
+    Callbacks see them once they are complete: in the last micro-batch, the sum of the step.
+
+    Args:
+        exact_threads: adds gradients in one order, for equal bits on any number of ranks, each of
+            which computes with so many threads; None: adds them as the strategy does.
+        arguments: of the strategy.
     """
-    if config.batch.exact_micro_size is None:
-        return []
-    sums = GradientSums()
-    sums.undo.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(config.batch.exact_threads)
-    if config.compile:  # it would compile a part per DDP bucket, which one rank doesn't have
-        sums.undo.enter_context(compiling_one_graph())
-    if config.trainer["accelerator"] == "cuda":  # some kernels add in the order in which they end
-        sums.undo.callback(
-            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
-        )
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS then
-        torch.use_deterministic_algorithms(True)
-        # cuDNN's attention adds in any order in backward. FlashAttention's and the memory-efficient
-        # one have an order of their own, which the line above selects.
-        cuda: Any = torch.backends.cuda
-        sums.undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
-        cuda.enable_cudnn_sdp(False)
-    return [sums]
+
+    def __init__(self, *arguments: Any, exact_threads: int | None = None, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.exact_threads = exact_threads
+        self.exact: ExactSums | None = None
+        self._kernels = contextlib.ExitStack()
+        self._is_updating = False
+
+    def setup(self, trainer: Trainer) -> None:
+        """Choose threads and kernels that always round alike."""
+        if self.exact_threads is not None and trainer.state.fn == TrainerFn.FITTING:
+            module: Any = self.lightning_module
+            self._kernels.enter_context(exact_kernels(self.exact_threads, self.root_device.type))
+            in_ddp = isinstance(self, DDPStrategy)
+            self.exact = ExactSums(module, trainer.world_size, self.root_device, in_ddp)
+        super().setup(trainer)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **settings: Any
+    ) -> Any:
+        """Update; Lightning computes the last micro-batch of a step in here."""
+        self._is_updating = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **settings)
+        finally:
+            self._is_updating = False
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **settings: Any
+    ) -> Tensor:
+        """Compute the gradients of a micro-batch, as Lightning does, and complete them."""
+        module = self.lightning_module
+        assert module is not None
+        is_last = self._is_updating or not module.automatic_optimization
+        self.before_gradients(is_last)
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        scaled = loss
+        if self.exact is not None:
+            scaled = loss * self.exact.factor(module.trainer.accumulate_grad_batches)
+        self.precision_plugin.backward(scaled, module, optimizer, *arguments, **settings)
+        self.after_gradients(is_last)
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def before_gradients(self, is_last: bool) -> None:
+        """Prepare the backward of a micro-batch; `is_last`: the update follows."""
+
+    def after_gradients(self, is_last: bool) -> None:
+        """Complete the gradients of a micro-batch; `is_last`: the update follows."""
+        if self.exact is not None:
+            self.exact.add(is_last)
+
+    def teardown(self) -> None:
+        """Restore threads and kernels."""
+        self._kernels.close()
+        self.exact = None
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Restore threads and kernels."""
+        self._kernels.close()
+        super().on_exception(exception)
+
+
+class SingleDevice(AddsGradients, SingleDeviceStrategy):
+    """Lightning's, for one rank, also with the exact sums of several."""
+
+
+@contextlib.contextmanager
+def exact_kernels(threads: int, device: str) -> Iterator[None]:
+    """Let threads and kernels round the same in this context, in every start of a run.
+
+    Args:
+        threads: of this process.
+        device: where it computes: cpu, cuda, or mps.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        if device == "cuda":  # some kernels add in the order in which they end
+            undo.callback(
+                torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+            )
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS then
+            torch.use_deterministic_algorithms(True)
+            # cuDNN's attention adds in any order in backward. FlashAttention's and the
+            # memory-efficient one have an order of their own, which the line above selects.
+            cuda: Any = torch.backends.cuda
+            undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
+            cuda.enable_cudnn_sdp(False)
+        yield

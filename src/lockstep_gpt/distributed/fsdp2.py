@@ -7,7 +7,7 @@ or to save faster, each rank writes its own part, and the reader joins the parts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,6 @@ from lockstep_gpt.distributed.sharded_states import (
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.lightning_patches import limit_waits_in_mesh, skip_teardown
-from lockstep_gpt.model.gpt import GPT, build_gpt
 
 
 def build_fsdp2(
@@ -148,22 +147,24 @@ class ShardedStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Do not scatter gradients before a step's last micro-batch, unless `reduce_each`."""
         assert self.lightning_module is not None
-        shared = cast(FSDPModule, self.lightning_module.model)
-        shared.set_requires_gradient_sync(self._reduce_each)
+        shared = [part for part in self.lightning_module.modules() if isinstance(part, FSDPModule)]
+        for part in shared:
+            part.set_requires_gradient_sync(self._reduce_each, recurse=False)
         yield
-        shared.set_requires_gradient_sync(True)
+        for part in shared:
+            part.set_requires_gradient_sync(True, recurse=False)
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for nothing that may need a lost peer."""
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)
 
-    def whole_model(self, model: Any) -> GPT | None:
+    def whole_model(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
         """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""
         weights = self._gathered_weights(model.state_dict())
         if self.global_rank:
             return None
-        copy = build_gpt(model.config, model.vocab_size)
+        copy = build()
         copy.load_state_dict(weights)
         return copy
 

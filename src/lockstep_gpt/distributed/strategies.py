@@ -4,15 +4,18 @@ A strategy of your own is a function here or elsewhere that `_target_` names. If
 each have the whole model, its class has the methods of `ModelLayout`.
 """
 
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
+from lockstep_gpt.distributed.exact_sums import SingleDevice
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.tensor_splits import TensorPart
 
@@ -26,8 +29,13 @@ class ModelLayout(Protocol):
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Distribute the model over the ranks, and compile it if `compiled`."""
 
-    def whole_model(self, model: nn.Module) -> nn.Module | None:
-        """Return all of the model on rank 0, None elsewhere; every rank must call this."""
+    def whole_model(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+        """Return all of the model on rank 0, None elsewhere; every rank must call this.
+
+        Args:
+            model: whose weights may be spread over ranks.
+            build: returns another of its kind.
+        """
 
     def tensor_part(self, weight: nn.Parameter) -> TensorPart | None:
         """Return which part this rank has of `weight`, apart from sharding; None: all of it."""
@@ -49,7 +57,7 @@ class WholeModels:
         if compiled:
             model.compile(dynamic=False)
 
-    def whole_model(self, model: nn.Module) -> nn.Module:
+    def whole_model(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the model."""
         return model
 
@@ -88,11 +96,29 @@ def layout_of(strategy: Strategy) -> ModelLayout:
     return WholeModels()
 
 
-def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
+PLACED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def place(model: nn.Module, strategy: Strategy, *, compiled: bool = False) -> None:
+    """Place a model on the ranks, once, and compile it: to call in `configure_model`.
+
+    Args:
+        model: whose blocks, if it has `blocks`, are the units that FSDP2 shards.
+        strategy: the Trainer's.
+        compiled: whether torch compiles the model.
+    """
+    if model not in PLACED:  # a test after training uses the same ranks
+        PLACED.add(model)
+        layout_of(strategy).place_model(model, compiled)
+
+
+def auto(
+    *, accelerator: str, world_size: int, exact_threads: int | None = None, **settings: Any
+) -> Strategy:
     """Return a single-device strategy for one rank, `ddp` for more."""
     if world_size == 1:
-        return single_device(accelerator)
-    return ddp(**settings)
+        return single_device(accelerator, exact_threads)
+    return ddp(exact_threads=exact_threads, **settings)
 
 
 def ddp(
@@ -100,13 +126,20 @@ def ddp(
     process_group_backend: str | None,
     timeout_seconds: float,
     comm_hook: str,
+    exact_threads: int | None = None,
     **arguments: Any,
 ) -> DDPStrategy:
-    """Return Lightning's `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
+    """Return our `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
 
     Other arguments go to torch's `DistributedDataParallel`.
     """
-    return build_ddp(process_group_backend, timeout_seconds, comm_hook, **arguments)
+    return build_ddp(
+        process_group_backend,
+        timeout_seconds,
+        comm_hook,
+        exact_threads=exact_threads,
+        **arguments,
+    )
 
 
 def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
@@ -122,8 +155,7 @@ def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
     return build_fsdp2(world_size, **settings)
 
 
-def single_device(accelerator: str) -> SingleDeviceStrategy:
+def single_device(accelerator: str, exact_threads: int | None = None) -> SingleDevice:
     """Return the strategy of one rank on `accelerator`: cpu, cuda, or mps."""
-    if accelerator == "cpu":
-        return SingleDeviceStrategy(torch.device("cpu"))
-    return SingleDeviceStrategy(torch.device(accelerator, 0))
+    device = torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
+    return SingleDevice(device, exact_threads=exact_threads)

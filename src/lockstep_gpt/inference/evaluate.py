@@ -213,18 +213,16 @@ def _measure(model: GPT, batches: Iterator[Batch], count: int) -> dict[str, floa
         batches: of this rank.
         count: how many there are, for the progress bar of rank 0, which only a terminal shows.
     """
-    import torch
     from tqdm import tqdm
 
-    from lockstep_gpt.model.functional import perplexity
-    from lockstep_gpt.training.token_loss import TokenLoss
+    from lockstep_gpt.model.functional import IGNORE, perplexity
+    from lockstep_gpt.training.means import Mean, entries_of_ranks
 
-    token_loss = TokenLoss().to(next(model.parameters()).device)
-    # A rank without a batch has a mean of nothing.
-    token_loss.update(torch.zeros(()), torch.zeros((1, 0), dtype=torch.int64))
+    mean = Mean("loss", also={"perplexity": perplexity})
     rank, _ = rank_and_world_size()
     disable = None if rank == 0 else True
     for tokens, targets in tqdm(batches, "evaluating", count, leave=False, disable=disable):
-        token_loss.update(model(tokens, targets), targets)
-    loss = float(token_loss.compute())
-    return {"loss": loss, "perplexity": perplexity(loss), "tokens": token_loss.targets}
+        mean.update(model(tokens, targets), weight=(targets != IGNORE).sum())
+    ranks = entries_of_ranks({"loss": mean})["loss"]
+    counted = sum(weight for entries in ranks for _, weight in entries)
+    return {**mean.columns(ranks), "tokens": int(counted)}

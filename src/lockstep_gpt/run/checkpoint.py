@@ -6,7 +6,7 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 - from Lightning: `state_dict` (the weights), `optimizer_states`, `lr_schedulers`, `callbacks`,
   `loops` (progress), `global_step`, `epoch`;
 - from `Checkpoints`: `config`, `tokenizer`, `samples` and `tokens` (consumed so far);
-- from `GPTModule`: `skipped` (updates);
+- from `Metrics`: `means` (the values of each `Mean` since the last row of the log);
 - from `WeightHashes`: `weights` (a hash of the weights for each step that was saved);
 - from `Arithmetic`: `arithmetic` (what computed, from each step at which that changed);
 - from `Sources`: `turns`, the rule by which a mixture's sources take turns;

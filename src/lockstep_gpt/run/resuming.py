@@ -250,6 +250,36 @@ def refuse_lost_numbers(where: str, saved: dict[str, Any], module: torch.nn.Modu
         raise UserError(fault)
 
 
+def refuse_unfit(
+    where: str,
+    checkpoint: dict[str, Any],
+    *,
+    module: torch.nn.Module,
+    places: dict[str, Any],
+    values: dict[str, Any],
+    counts_samples: bool,
+    is_forced: bool,
+) -> None:
+    """Raise a `UserError` if the checkpoint `where` is from a run with other settings or code.
+
+    Every rank must call this.
+
+    Args:
+        where: its place, for messages.
+        checkpoint: its content.
+        module: gets its weights.
+        places: the names of the module's weights -> tensors of their whole shapes.
+        values: the settings of this run.
+        counts_samples: whether the run needs the number of samples that it has seen.
+        is_forced: whether settings may differ.
+    """
+    refuse_lost_parts(where, checkpoint, counts_samples)
+    if not is_forced:
+        refuse_another_identity(where, checkpoint["config"], values)
+    refuse_other_weights(where, checkpoint["state_dict"], places)
+    refuse_lost_numbers(where, checkpoint["state_dict"], module)
+
+
 def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, Any]) -> None:
     """Raise a `UserError` unless all saved weights of the checkpoint `where` fit all `places`."""
     fitting = fitting_of(saved, places)
@@ -276,18 +306,3 @@ def rescale_batch_progress(checkpoint: dict[str, Any], accumulation: int) -> Non
     batches = checkpoint["global_step"] * accumulation
     for scope in ("total", "current"):
         progress[scope] = dict.fromkeys(progress[scope], batches)
-
-
-def apply_settings(
-    checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
-) -> None:
-    """Replace the settings in `checkpoint`, which torch restores, with those of `optimizer`.
-
-    `factor` is the schedule's at the saved step: it scales the learning rates.
-    """
-    for state in checkpoint["optimizer_states"]:
-        for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            settings = {name: value for name, value in ours.items() if name != "params"}
-            saved.update(settings, lr=factor * ours["initial_lr"])
-    for state in checkpoint["lr_schedulers"]:
-        state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]

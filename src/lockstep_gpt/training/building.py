@@ -10,22 +10,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
-from lightning import Callback, Trainer
+from lightning import Callback, LightningDataModule, Trainer
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, as_values
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
-from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError, describe_error
+from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.processes import limit_exit
-from lockstep_gpt.registry import CALLBACKS, additions
+from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
@@ -35,10 +43,17 @@ from lockstep_gpt.run.loggers.tracking import (
     git_state,
     tracked_runs,
 )
-from lockstep_gpt.training.apple_gpu import AppleGPU
+from lockstep_gpt.run.resuming import refuse_unfit
+from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.optim import (
+    build_optimizer,
+    copy_restored_state,
+    keep_own_settings,
+    place_matrices,
+)
 from lockstep_gpt.training.replays import Replays
-from lockstep_gpt.training.schedule import BatchPlan
+from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.trace import Trace
 
 # Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
@@ -68,9 +83,9 @@ def _refuse_unknown_arguments(
             raise UserError(f"{node['_target_']} has no argument {name}; use {' or '.join(near)}")
 
 
-def build_callback(name: str, node: dict[str, Any]) -> Callback:
+def build_callback(name: str, node: dict[str, Any], known: dict[str, Any]) -> Callback:
     """Build a callback, or raise a `UserError` if the class isn't one."""
-    callback = build(node, {})
+    callback = build(node, known)
     if not isinstance(callback, Callback):
         raise UserError(
             f"callbacks.{name}: {node['_target_']} is not a callback; derive the class from "
@@ -115,17 +130,14 @@ def build_guards(
     """Return the callbacks that keep the weights right, or that extras add."""
     guards: list[Callback] = []
     if config.guard.trace:
-        guards.append(Trace(config, directory))
+        guards.append(Trace(directory, config.log_every))
     if config.guard.verify_every is not None:
-        guards.append(Replays(config, config.guard.verify_every))
+        guards.append(Replays(config.guard.verify_every, config.seed))
     for make_callbacks in additions(CALLBACKS):
         guards += make_callbacks(config, directory, rank, terminal)
     if has_time_limit(config):
         guards.append(TimeLimitReport())
-    guards += gradient_sums(config)
     guards.append(Guards(config, directory, rank, terminal))
-    if config.trainer["accelerator"] == "mps":
-        guards.append(AppleGPU())
     return guards
 
 
@@ -149,7 +161,12 @@ def guard_loggers(directory: RunDirectory, config: Config) -> dict[str, TrackerG
 
 
 def build_loggers(
-    guards: dict[str, TrackerGuard], directory: RunDirectory, batch: BatchPlan, module: GPTModule
+    guards: dict[str, TrackerGuard],
+    directory: RunDirectory,
+    config: Config,
+    batch: BatchPlan,
+    peak_lr: float,
+    model: GPT,
 ) -> list[Logger]:
     """Build the chosen loggers, which can't end the run.
 
@@ -160,21 +177,21 @@ def build_loggers(
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
         "tokens_per_step": batch.tokens_per_step,
-        "scaled_lr": module.schedule.peak_lr,
-        "parameters": module.model.num_parameters,
+        "scaled_lr": peak_lr,
+        "parameters": model.num_parameters,
         **git_state(Path(__file__).parent),
     }
     values = {**directory.values(), **derived}
     known = {
         "directory": directory,
         "config": values,
-        "model": module.model,
+        "model": model,
         "save_dir": str(directory.path),
         "run_name": values["run_name"],
     }
     loggers = []
     for name, guard in guards.items():
-        node = module.config.logger[name]
+        node = config.logger[name]
         kind = target_of(node)
         continued = ContinuedRun(directory, name, kind)
         offered = {**known, "guard": guard, "run_id": continued.run_id}
@@ -198,17 +215,86 @@ def seconds_of_trackers(config: Config) -> float:
     return min(limits)
 
 
-def build_checkpoints(directory: RunDirectory, module: GPTModule) -> Checkpoints:
+def build_checkpoints(
+    directory: RunDirectory, config: Config, total_steps: int, tokenizer: Tokenizer
+) -> Checkpoints:
     """Return the callback that saves, with what every checkpoint needs to be read alone."""
-    content = {"config": directory.values(), "tokenizer": module.tokenizer.to_dict()}
-    steps = module.schedule.total_steps
-    return Checkpoints(directory.checkpoints, module.config, content, steps)
+    content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
+    return Checkpoints(directory.checkpoints, config, content, total_steps)
+
+
+def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GPTModule:
+    """Return the module, whose model has initial weights of the process's random numbers."""
+    model = build_gpt(config.model, tokenizer.vocab_size)
+    for transform in additions(MODEL):
+        transform(model, config, tokenizer)
+    if config.precision == "64-true":
+        model.double()  # the Trainer would only do so after loading a checkpoint's weights
+    return GPTModule(
+        model,
+        partial(make_optimizer, config=config, lr=schedule.peak_lr),
+        schedule.factor,
+        config.compile,
+    )
+
+
+def make_optimizer(
+    model: nn.Module, strategy: Strategy, config: Config, lr: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model under a strategy; on resume, it keeps its own settings."""
+    fused = config.precision != "16-mixed"  # fused kernels unscale after clipping
+    optimizer = build_optimizer(model, config.optim, lr, fused)
+    place_matrices(optimizer, strategy, config.compile)
+    optimizer.register_load_state_dict_pre_hook(keep_own_settings)
+    optimizer.register_load_state_dict_post_hook(copy_restored_state)
+    return optimizer
+
+
+def build_metrics(config: Config, batch: BatchPlan, model: GPT) -> Metrics:
+    """Return what measures the run."""
+    peak = config.peak_tflops or peak_here(config.precision)
+    return Metrics(
+        config.log_every,
+        batch.tokens_per_step,
+        model.flops_per_token,
+        None if peak is None else peak * batch.world_size,
+        config.compile,
+    )
+
+
+def counting(config: Config, data: LightningDataModule) -> list[Callback]:
+    """Return what weighs micro-batches by their targets; nothing if each target counts."""
+    if not getattr(data, "may_ignore", True):
+        return []
+    samples = config.batch.micro_size or config.batch.global_size or 1
+    return [CountTargets(counted_targets, typical=samples * config.model.block_size)]
+
+
+def counted_targets(batch: Any) -> Tensor:
+    """Return how many targets of a micro-batch count."""
+    targets: Tensor = batch[1]
+    return (targets != IGNORE).sum()
+
+
+def fitting(
+    config: Config, module: GPTModule, data: LightningDataModule
+) -> Callable[[str, dict[str, Any]], None]:
+    """Return a function that refuses checkpoints that don't fit the run."""
+    return partial(
+        refuse_unfit,
+        module=module,
+        places={name: weight.to("meta") for name, weight in module.state_dict().items()},
+        values=as_values(config),
+        counts_samples=isinstance(data, TokenDataModule),
+        is_forced=config.resume_force,
+    )
 
 
 def build_trainer(
     config: Config,
     ranks: Ranks,
     batch: BatchPlan,
+    tokenizer: Tokenizer,
     *,
     first: list[Callback],
     last: list[Callback],
@@ -222,20 +308,33 @@ def build_trainer(
         config: names the Trainer, the strategy, and the user's callbacks.
         ranks: this rank among all.
         batch: decides how often the Trainer updates and validates.
+        tokenizer: of the run, for callbacks that show text.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
         loggers: all loggers; a tracked run ends if the Trainer can't be built.
         plugins: ours, in addition to the user's.
         arguments: others of the Trainer.
     """
-    known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
+    is_exact = config.batch.exact_micro_size is not None
+    known = {
+        "accelerator": config.trainer["accelerator"],
+        "world_size": ranks.world_size,
+        "exact_threads": config.batch.exact_threads if is_exact else None,
+    }
+    of_run = {"tokenizer": tokenizer, "seed": config.seed}
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
-        chosen = [build_callback(name, node) for name, node in config.callbacks.items()]
+        chosen = [build_callback(name, node, of_run) for name, node in config.callbacks.items()]
         make_trainer = deferred({**VALIDATION, **config.trainer, **places})
         users_plugins = make_trainer.keywords.get("plugins", ())
+        strategy = build(config.strategy, known)
+        if is_exact and not isinstance(strategy, AddsGradients):
+            raise UserError(
+                f"batch.exact_micro_size is set, and {config.strategy['_target_']} adds gradients "
+                "in an order of its own; set strategy=auto or strategy=ddp"
+            )
         trainer: Trainer = make_trainer(
-            strategy=build(config.strategy, known),
+            strategy=strategy,
             callbacks=[*first, *chosen, *last],
             logger=loggers,
             plugins=with_environment([*plugins, *users_plugins], ranks),

@@ -1,50 +1,54 @@
-"""Normalizes the loss of a step by its number of targets, over all ranks and micro-batches.
+"""Normalizes the loss of a step by what counts, over all ranks and micro-batches.
 
-A model returns the mean over a micro-batch's targets that are not `IGNORE`. Each mean counts here
-as often as it has targets. Where all targets count, the mean of means is the same.
+A `training_step` returns the mean over what counts in a micro-batch, such as the targets that
+aren't padding. Each mean weighs here as much as its number of them. Where all have the same number,
+the mean of means is the same.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
-
-from lockstep_gpt.config import Config
-from lockstep_gpt.model.functional import IGNORE
+from torch.optim import Optimizer
 
 
-class CountedTargets(Callback):
-    """Weighs each micro-batch by its targets, and divides the gradients by those of the step.
+class CountTargets(Callback):
+    """Weighs each micro-batch by what counts in it, and divides by that of the step.
 
-    It leaves runs in which every target counts.
+        CountTargets(lambda batch: (batch["labels"] != -100).sum())
+
+    List it before callbacks that read or clip gradients.
+
+    Args:
+        count: returns how many targets of a batch count, as a scalar tensor on its device.
+        typical: a typical number of them; it only scales gradients until the division.
     """
 
-    def __init__(self, config: Config) -> None:
-        samples = config.batch.micro_size or config.batch.global_size or 1
-        tokens = samples * config.model.block_size
+    def __init__(self, count: Callable[[Any], Tensor], typical: int = 1) -> None:
+        self.count = count
         # Weights are counts divided by this. A power of two doesn't round, so the bits of a step
         # don't depend on how its micro-batches are spread over ranks.
-        self.unit = 1 << (tokens - 1).bit_length()
+        self.unit = 1 << (typical - 1).bit_length()
         self.counts: list[Tensor] = []  # of each micro-batch of the step on this rank
         self.total = torch.zeros(())  # of the step, over all ranks after `pending`
         self.pending: Any = None
+        self._is_added = False  # whether `total` is of this step
         # Of what it multiplies with: at least that of the gradients, not to round them.
-        self.dtype = torch.float64 if config.precision == "64-true" else torch.float32
+        self.dtype = torch.float32
         self.factor = torch.ones(())  # by which gradients were multiplied at the end of the step
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave a run in which each target counts: it must not wait for the ranks' counts."""
-        if not getattr(trainer.datamodule, "may_ignore", True):
-            # A new list: Lightning is iterating over the old one.
-            others = [callback for callback in trainer.callbacks if callback is not self]
-            trainer.callbacks = others
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the type of the gradients."""
+        dtypes = {weight.dtype for weight in pl_module.parameters() if weight.requires_grad}
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def on_train_batch_start(
         self,
         trainer: Trainer,
-        pl_module: Any,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
     ) -> None:
@@ -52,13 +56,20 @@ class CountedTargets(Callback):
         leaf = batch_idx % trainer.accumulate_grad_batches
         if leaf == 0:
             self.counts = []
-        self.counts.append((batch[1] != IGNORE).sum())
+            self._is_added = False
+        self.counts.append(self.count(batch))
         if leaf == trainer.accumulate_grad_batches - 1:
-            self.total = torch.stack(self.counts).sum()
-            if trainer.world_size > 1:  # ranks that split a model all count, here and below
-                self.pending = dist.all_reduce(self.total, async_op=True)
+            self._start_to_add(trainer)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+    def _start_to_add(self, trainer: Trainer) -> None:
+        self.total = torch.stack(self.counts).sum()
+        if trainer.world_size > 1:  # ranks that split a model all count, here and below
+            self.pending = dist.all_reduce(self.total, async_op=True)
+        self._is_added = True
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         """Multiply the gradient of the mean by the count: an integer, which rounds nothing."""
         weight = self.counts[-1].to(self.dtype) / self.unit
         loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
@@ -66,19 +77,21 @@ class CountedTargets(Callback):
     def on_before_optimizer_step(
         self,
         trainer: Trainer,
-        pl_module: Any,
-        optimizer: Any,
+        pl_module: LightningModule,
+        optimizer: Optimizer,
     ) -> None:
-        """Divide the gradients, and the losses for the log, by the count of the step."""
+        """Divide the gradients by the count of the step."""
+        if not self._is_added:  # the epoch has ended within the step
+            self._start_to_add(trainer)
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
         batches = trainer.world_size * trainer.accumulate_grad_batches  # whose mean is taken
         share = batches / self.total.clamp(min=1).to(self.dtype)
         self.factor = share * self.unit
-        gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
         torch._foreach_mul_([_local(gradient) for gradient in gradients], self.factor)
-        pl_module.losses.weigh([count * share for count in self.counts])
 
 
 def _local(gradient: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.bit_sums import bit_sum
+from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import as_typed
@@ -47,11 +47,10 @@ class GradientBits:
 
     def take(self, batch: Any, loss: Tensor) -> Bits:
         """Return the sums of one micro-batch; a weight without a gradient has 0."""
-        tokens, targets = batch
         zero = torch.zeros((), dtype=torch.int64, device=loss.device)
         sums = [self._sums.get(index, zero) for index in range(len(self.named))]
         self.forget()
-        return bits_of(tokens, targets, loss, sums)
+        return bits_of(batch, loss, sums)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
@@ -60,9 +59,22 @@ class GradientBits:
         return note
 
 
-def bits_of(tokens: Tensor, targets: Tensor, loss: Tensor, sums: list[Tensor]) -> Bits:
+def bits_of(batch: Any, loss: Tensor, sums: list[Tensor]) -> Bits:
     """Return the bits of a micro-batch as one tensor; `sums` are of its gradients."""
-    return torch.stack([bit_sum(tokens) + bit_sum(targets), bit_sum(loss), *sums])
+    return torch.stack([bits_of_batch(batch, loss.device), bit_sum(loss), *sums])
+
+
+def bits_of_batch(batch: Any, device: torch.device) -> Tensor:
+    """Return the sum of the bits of all tensors in a batch, nested in any plain containers."""
+    if isinstance(batch, Tensor):
+        return bit_sum(batch)
+    parts: list[Any] = []
+    if isinstance(batch, Mapping):
+        parts = [*batch.values()]
+    elif isinstance(batch, list | tuple):
+        parts = [*batch]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return sum((bits_of_batch(part, device) for part in parts), start=zero)
 
 
 def refuse_without_replicas(trainer: Any, setting: str, value: Any, off: str) -> None:
@@ -75,15 +87,17 @@ def refuse_without_replicas(trainer: Any, setting: str, value: Any, off: str) ->
     )
 
 
-def refuse_changing_kernels(config: Config, module: LightningModule) -> None:
+def refuse_changing_kernels(module: LightningModule, every: int) -> None:
     """Raise a `UserError` if computing the same again may give other bits without any fault."""
-    setting = f"guard.verify_every={config.guard.verify_every}"
+    setting = f"guard.verify_every={every}"
     if any(isinstance(layer, BatchNorm) for layer in module.modules()):
         raise UserError(
             f"{setting} computes micro-batches again, which would change the statistics of the "
             "model's BatchNorm; use a norm over channels, or set guard.verify_every=null"
         )
-    if module.device.type != "cpu" and config.batch.exact_micro_size is None:
+    strategy = module.trainer.strategy
+    is_exact = isinstance(strategy, AddsGradients) and strategy.exact_threads is not None
+    if module.device.type != "cpu" and not is_exact:
         raise UserError(
             f"{setting} needs kernels that always round alike; set batch.exact_micro_size, which "
             "chooses them, or guard.verify_every=null"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import defined_in
 from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
@@ -18,7 +18,7 @@ from lockstep_gpt.training.owned_matrices import OwnedMatrices
 from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
 if TYPE_CHECKING:  # it imports Lightning, which takes seconds, and plans need none
-    from lockstep_gpt.distributed.strategies import ModelLayout
+    from lightning.pytorch.strategies import Strategy
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 
@@ -53,7 +53,9 @@ def build_optimizer(
     )
 
 
-def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config: Config) -> None:
+def place_matrices(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, compiled: bool = False
+) -> None:
     """Let ranks share Muon's work, on replicas or shards; other optimizers stay as they are.
 
     With exact sums, the matrices that a rank works on may not change their bits. Compiled code may
@@ -61,9 +63,13 @@ def place_matrices(optimizer: torch.optim.Optimizer, layout: ModelLayout, config
     """
     if not isinstance(optimizer, Muon):
         return
-    is_exact = config.batch.exact_micro_size is not None
-    compiled = config.compile and not is_exact
-    one_by_one = is_exact and config.trainer["accelerator"] == "cuda"
+    from lockstep_gpt.distributed.exact_sums import AddsGradients
+    from lockstep_gpt.distributed.strategies import layout_of
+
+    layout = layout_of(strategy)
+    is_exact = isinstance(strategy, AddsGradients) and strategy.exact_threads is not None
+    compiled = compiled and not is_exact
+    one_by_one = is_exact and strategy.root_device.type == "cuda"
     placement: MatrixPlacement = ReplicatedMatrices(compiled, one_by_one)
     if not layout.has_replicas:
         placement = ShardedMatrices(compiled, layout.tensor_part)
@@ -80,6 +86,28 @@ def state_bytes(model: nn.Module, config: OptimConfig) -> int:
         moments = 1 if group.get("muon") else 2
         size += sum(moments * weight.nbytes for weight in group["params"])
     return size
+
+
+class StepRate(LambdaLR):
+    """The learning rate as a function of the step; a resumed run has this run's function."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the saved step, with the rates that this run has for it."""
+        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
+        groups = self.optimizer.param_groups
+        for group, base, factor in zip(groups, self.base_lrs, self.lr_lambdas, strict=True):
+            group["lr"] = base * factor(self.last_epoch)
+
+
+def keep_own_settings(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a saved state with the settings of `optimizer`, which a run may change on resume."""
+    groups = [
+        {**ours, "params": saved["params"]}
+        for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": groups}
 
 
 def copy_restored_state(optimizer: torch.optim.Optimizer) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
-from lightning import Callback
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
+from torchmetrics import Metric
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
 from lockstep_gpt.errors import RunError, UserError
@@ -38,40 +40,37 @@ class Replays(Callback):
     """Lets each rank compute the last micro-batch of its neighbor again, in random steps.
 
     Args:
-        config: the seed decides in which steps.
         every: one step in this many.
+        seed: decides in which steps; the same as that of `MicroBatchSeeds`.
     """
 
-    def __init__(self, config: Config, every: int) -> None:
-        self.config = config
+    def __init__(self, every: int, seed: int) -> None:
         self.every = every
+        self.seed = seed
         self._batch: Any = None  # the micro-batch to compare; None: this one isn't
-        self._factor: Tensor | None = None  # by which backward multiplied the loss
+        self._index = 0  # its number in the epoch
+        self._loss: Any = None  # its loss, as Lightning has divided it
+        self._factor: Tensor | None = None  # by which backward multiplied that
 
     def is_due(self, step: int) -> bool:
         """Return whether the step after `step` updates is one of those that are compared."""
-        return leaf_seed(self.config.seed, step, -1) % self.every == 0
+        return leaf_seed(self.seed, step, -1) % self.every == 0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what can't be computed again with equal bits."""
         name = "guard.verify_every"
         refuse_without_replicas(trainer, name, self.every, "null")
-        refuse_changing_kernels(self.config, pl_module)
-        if not isinstance(trainer.datamodule, TokenDataModule):
-            raise UserError(
-                f"{name}={self.every} reads samples again, and a data module of your own gives "
-                f"them once; set {name}=null"
-            )
+        refuse_changing_kernels(pl_module, self.every)
         processors = from_each_rank(processor_of(pl_module.device))
         if len({*processors}) > 1:
             raise UserError(
                 f"{name}={self.every} compares ranks, and these have different processors "
                 f"({'; '.join(sorted({*processors}))}); set {name}=null"
             )
-        self._bits = GradientBits(pl_module.model)
+        self._bits = GradientBits(pl_module)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """In a step that is due, watch the last micro-batch."""
         del pl_module
@@ -79,43 +78,43 @@ class Replays(Callback):
         self._batch = None
         if batch_idx % count == count - 1 and self.is_due(trainer.global_step):
             self._batch = batch
+            self._index = batch_idx
             self._bits.watch()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Note by what backward multiplies the gradient of the model's loss."""
-        if self._batch is not None:
-            count = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Note the loss, and by what backward multiplies its gradient."""
+        if self._batch is None:
+            return
+        self._loss = loss.detach()
 
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
+        def note(gradient: Tensor) -> None:
+            self._factor = gradient
 
-            def note(gradient: Tensor) -> None:
-                if scaler is not None:  # Lightning has scaled the loss already
-                    gradient = scaler.scale(gradient)
-                self._factor = gradient / count
+        loss.register_hook(note)  # type: ignore[no-untyped-call]
 
-            loss.register_hook(note)  # type: ignore[no-untyped-call]
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare, before the update, and end the run if any bit differs."""
         if self._batch is None:
             return
         assert self._factor is not None
         self._bits.stop()
-        own_loss = pl_module.losses.current[pl_module.leaf]
-        own_bits = tensors_of_ranks(self._bits.take(self._batch, own_loss))
-        self._batch = None
+        own_bits = tensors_of_ranks(self._bits.take(self._batch, self._loss))
         factors = tensors_of_ranks(self._factor)
+        batches = Batches(trainer, self._batch)
+        self._batch = None
         neighbor = (trainer.global_rank + 1) % trainer.world_size
-        replay = self._compute(trainer, pl_module, neighbor, factors)
+        replay = self._compute(trainer, pl_module, batches, neighbor, factors)
         replays = tensors_of_ranks(replay).roll(1, 0)  # in the order of those computed again
         differs = (own_bits != replays).any(dim=1)  # (ranks,)
         if not differs.any():
             return
         step = trainer.global_step + 1
-        refuse_differing_replicas(pl_module.model, step)
+        refuse_differing_replicas(pl_module, step)
         rank = int(differs.nonzero()[0])
         # Both once more, and the others: most are right.
-        again = tensors_of_ranks(self._compute(trainer, pl_module, rank, factors))
+        again = tensors_of_ranks(self._compute(trainer, pl_module, batches, rank, factors))
         votes = [
             _vote(rank, own_bits[rank]),
             _vote((rank - 1) % trainer.world_size, replays[rank]),
@@ -125,27 +124,92 @@ class Replays(Callback):
         micro_batch = f"micro-batch {trainer.accumulate_grad_batches} of rank {rank}"
         raise RunError(f"step {step}: {micro_batch} {verdict(votes, names)}")
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Stop watching."""
         if hasattr(self, "_bits"):
             self._bits.stop()
 
-    def _compute(self, trainer: Any, pl_module: Any, rank: int, factors: Tensor) -> Bits:
-        """Compute the last micro-batch of a rank, without a trace in the gradients."""
+    def _compute(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batches: Batches,
+        rank: int,
+        factors: Tensor,
+    ) -> Bits:
+        """Compute the last micro-batch of a rank, without a trace in the module or gradients."""
         count = trainer.accumulate_grad_batches
         number = rank * count + count - 1
-        step = trainer.global_step
         device = pl_module.device
-        tokens, targets = trainer.datamodule.micro_batch(step, number, device)
-        seed_device(leaf_seed(self.config.seed, step, number), device)
-        with trainer.precision_plugin.train_step_context():
-            loss = pl_module.model(tokens, targets)
+        batch = batches.of_rank(rank, number, device)
+        seed_device(leaf_seed(self.seed, trainer.global_step, number), device)
+        with unchanged(pl_module) as stand_in, trainer.precision_plugin.train_step_context():
+            output: Any = stand_in.training_step(batch, self._index)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = loss / count
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            loss = scaler.scale(loss)
         weights = [*self._bits.named.values()]
         computed = torch.autograd.grad(loss, weights, factors[rank], allow_unused=True)
         gradients = cast(Sequence[Tensor | None], computed)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sums = [zero if gradient is None else bit_sum(gradient) for gradient in gradients]
-        return bits_of(tokens, targets, loss, sums)
+        return bits_of(batch, loss, sums)
+
+
+@runtime_checkable
+class ReadsAgain(Protocol):
+    """A data module that can read a micro-batch of training again."""
+
+    def micro_batch(self, step: int, number: int, device: torch.device) -> Any:
+        """Return the micro-batch with this number, over all ranks, after `step` updates."""
+
+
+class Batches:
+    """The last micro-batches of all ranks.
+
+    They are read again if the data module can do that: then wrong tokens are found, too.
+    """
+
+    def __init__(self, trainer: Any, own: Any) -> None:
+        self._step = trainer.global_step
+        self._strategy = trainer.strategy
+        self._reader = trainer.datamodule if isinstance(trainer.datamodule, ReadsAgain) else None
+        self._of_ranks = []
+        if self._reader is None:
+            host = torch.device("cpu")
+            self._of_ranks = from_each_rank(move_data_to_device(own, host))
+
+    def of_rank(self, rank: int, number: int, device: torch.device) -> Any:
+        """Return the micro-batch of a rank, which is this one of the step."""
+        if self._reader is not None:
+            return self._reader.micro_batch(self._step, number, device)
+        return move_data_to_device(self._of_ranks[rank], device)
+
+
+@contextlib.contextmanager
+def unchanged(module: LightningModule) -> Iterator[LightningModule]:
+    """Give a stand-in for a module, whose steps leave no trace in it or in the log.
+
+    It has the same weights, and attributes and metrics of its own; buffers are restored.
+    """
+    stand_in: Any = copy.copy(module)
+    own = vars(stand_in)
+    own["_modules"] = {
+        name: copy.deepcopy(part) if isinstance(part, Metric) else part
+        for name, part in module.named_children()
+    }
+    stand_in.trainer = module.trainer
+    own["log"] = own["log_dict"] = lambda *_arguments, **_settings: None
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield stand_in
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def _vote(rank: int, bits: Tensor) -> Vote:
@@ -176,7 +240,7 @@ def _first_difference(bits: tuple[int, ...], other: Vote, names: list[str]) -> s
     """Name what was computed first of what differs; backward begins at the last tensor."""
     same = [ours == theirs for ours, theirs in zip(bits, other.bits, strict=True)]
     if not same[0]:
-        return "its tokens"
+        return "its batch"
     if not same[1]:
         return "the loss"
     differing = [name for name, is_same in zip(names, same[2:], strict=True) if not is_same]

@@ -1,8 +1,39 @@
 """The random seed of a micro-batch: a function of the run's seed, the step, and its index."""
 
 import hashlib
+from typing import Any
 
 import torch
+from lightning import Callback, LightningModule, Trainer
+
+from lockstep_gpt.distributed.data_place import data_place
+
+
+class MicroBatchSeeds(Callback):
+    """Makes dropout depend only on seed, step, and micro-batch, not on the rank.
+
+    It seeds torch before each `training_step`. Ranks that split the model also draw the same noise
+    for their common residual stream.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Seed this rank's device, and the host."""
+        leaf = leaf_of(trainer, batch_idx)
+        seed_device(leaf_seed(self.seed, trainer.global_step, leaf), pl_module.device)
+
+
+def leaf_of(trainer: Trainer, batch_idx: int) -> int:
+    """Return the index of this rank's micro-batch among those of a step over all ranks."""
+    accumulation = trainer.accumulate_grad_batches
+    return data_place(trainer).rank * accumulation + batch_idx % accumulation
 
 
 def seed_device(seed: int, device: torch.device) -> None:
@@ -14,6 +45,8 @@ def seed_device(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
 
 
 def leaf_seed(seed: int, step: int, leaf: int) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.trace_file import TraceFile, TraceRow, as_digits
+from lockstep_gpt.training.clipping import ClipAndSkip
 from lockstep_gpt.training.gradient_bits import (
     Bits,
     GradientBits,
@@ -24,13 +24,13 @@ class Trace(StepCallback):
     """Keeps the bits of steps on the device, and gathers them with each row of the log.
 
     Args:
-        config: decides how often.
         directory: of the run.
+        every: steps between rows of the log.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory) -> None:
-        self.config = config
+    def __init__(self, directory: RunDirectory, every: int) -> None:
         self.directory = directory
+        self.every = every
         self._batch: Any = None
         self._micro_batches: list[Bits] = []  # of the current step, on this rank
         self._steps: dict[int, Tensor] = {}  # step -> its bits on this rank, not written yet
@@ -39,7 +39,7 @@ class Trace(StepCallback):
         """Continue the file, and watch the gradients."""
         super().on_train_start(trainer, pl_module)
         refuse_without_replicas(trainer, "guard.trace", True, "false")
-        self._bits = GradientBits(pl_module.model)
+        self._bits = GradientBits(pl_module)
         self._file = TraceFile(self.directory, self._bits.named)
         if trainer.is_global_zero:
             self._file.truncate_after(trainer.global_step)
@@ -56,19 +56,22 @@ class Trace(StepCallback):
         self._bits.forget()
         self._batch = batch
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Note the loss, which Lightning has divided."""
+        self._loss = loss.detach() * trainer.accumulate_grad_batches
+
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Take the bits of the micro-batch."""
-        loss = pl_module.losses.current[pl_module.leaf]
-        self._micro_batches.append(self._bits.take(self._batch, loss))
+        self._micro_batches.append(self._bits.take(self._batch, self._loss))
 
     def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
         """Keep the bits of the step; write those so far if a row of the log is due."""
         micro_batches = torch.stack(self._micro_batches)  # (A, 2 + tensors)
         gradients = micro_batches[:, 2:]
-        parts = [bit_sum(pl_module.grad_norm)[None], *micro_batches[:, :2].T]
+        parts = [bit_sum(self._norm(trainer))[None], *micro_batches[:, :2].T]
         tensors = [gradients.sum(dim=0), self._memory]
         self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), *tensors])
-        if step % self.config.log_every == 0 or step == trainer.max_steps:
+        if step % self.every == 0 or step == trainer.max_steps:
             self._write(trainer)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -83,6 +86,11 @@ class Trace(StepCallback):
         """Stop watching."""
         if hasattr(self, "_bits"):
             self._bits.stop()
+
+    def _norm(self, trainer: Any) -> Tensor:
+        clipping = next(each for each in trainer.callbacks if isinstance(each, ClipAndSkip))
+        assert clipping.norm is not None
+        return clipping.norm
 
     def _sums_of_memory(self, trainer: Any) -> Tensor:
         """Return the sums of the bits of all weights, then of the optimizer's state of each."""

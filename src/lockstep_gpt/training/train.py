@@ -13,6 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lockstep_gpt import stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.ranks import (
     Ranks,
@@ -24,14 +25,14 @@ from lockstep_gpt.distributed.ranks import (
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
+from lockstep_gpt.inference.sample import prompt_from
 from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.memory import StateInMemory
-from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.overhead import Overhead
-from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
@@ -55,15 +56,20 @@ from lockstep_gpt.training.building import (
     build_checkpoints,
     build_guards,
     build_loggers,
+    build_metrics,
+    build_module,
     build_trainer,
+    counting,
+    fitting,
     guard_loggers,
 )
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +79,13 @@ class Training:
     """The parts of one rank's training, in the order in which `assemble` makes them."""
 
     directory: RunDirectory
+    config: Config
     rank: int
     batch: BatchPlan
+    schedule: Schedule
     data: LightningDataModule
-    module: GPTModule  # has the configuration, the schedule, and the tokenizer
+    tokenizer: Tokenizer
+    module: GPTModule
     resume: VerifiedCheckpoint | KeptState | None  # what to continue from; None: step 0
     metrics: Metrics
     metrics_file: MetricsFile
@@ -133,30 +142,45 @@ def assemble(
     batch = batch_of(config, ranks)
     schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
-    module = GPTModule(config, schedule, tokenizer_of(data))
+    tokenizer = tokenizer_of(data)
+    module = build_module(config, schedule, tokenizer)
 
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
     disk = checkpoint_io(directory, config, hashes)
     writer = writer_of(directory, config, ranks)
-    resume = weights_to_begin_with(directory, config, module, writer)
+    resume = weights_to_begin_with(
+        directory, config, schedule.total_steps, module, tokenizer, writer
+    )
     disk.verified = resume
+    disk.refuse_unfit = fitting(config, module, data)
 
     # What watches and keeps the run, and the Trainer.
-    metrics = build_metrics(config, batch, module)
+    metrics = build_metrics(config, batch, module.model)
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
-    checkpoints = build_checkpoints(directory, module)
+    checkpoints = build_checkpoints(directory, config, schedule.total_steps, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
     overhead = Overhead(config, checkpoints)
     memory = StateInMemory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns)
-    loggers = build_loggers(trackers, directory, batch, module)
+    loggers = build_loggers(trackers, directory, config, batch, schedule.peak_lr, module.model)
     trainer = build_trainer(
         config,
         ranks,
         batch,
-        first=[metrics, CountedTargets(config)],  # whose gradients all others see
-        last=[*guards, hashes, Arithmetic(), overhead, stop, checkpoints, memory],
+        tokenizer,
+        first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
+        last=[
+            *guards,
+            ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped),
+            FreeGradients(),
+            hashes,
+            Arithmetic(),
+            overhead,
+            stop,
+            checkpoints,
+            memory,
+        ],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
@@ -165,28 +189,37 @@ def assemble(
     )
     memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
     return Training(
-        directory, ranks.rank, batch, data, module, resume, metrics, metrics_file, trainer
+        directory,
+        config,
+        ranks.rank,
+        batch,
+        schedule,
+        data,
+        tokenizer,
+        module,
+        resume,
+        metrics,
+        metrics_file,
+        trainer,
     )
 
 
 def weights_to_begin_with(
-    directory: RunDirectory, config: Config, module: GPTModule, writer: MemoryWriter | None
+    directory: RunDirectory,
+    config: Config,
+    total_steps: int,
+    module: GPTModule,
+    tokenizer: Tokenizer,
+    writer: MemoryWriter | None,
 ) -> VerifiedCheckpoint | KeptState | None:
     """Return what to resume from; without it, load initial weights, if the model has a source."""
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module, writer)
     if isinstance(resume, VerifiedCheckpoint) and resume.path.parent != directory.checkpoints:
-        ending.refuse_finished(config, resume, module.schedule.total_steps)
+        ending.refuse_finished(config, resume, total_steps)
     if resume is None and config.resume in ("none", "auto"):
-        load_initial_weights(module.model, module.tokenizer)
+        load_initial_weights(module.model, tokenizer)
     return resume
-
-
-def build_metrics(config: Config, batch: BatchPlan, module: GPTModule) -> Metrics:
-    """Return what measures the run."""
-    peak = peak_tflops(config, batch.world_size)
-    flops = module.model.flops_per_token
-    return Metrics(config.log_every, batch.tokens_per_step, flops, peak)
 
 
 def batch_of(config: Config, ranks: Ranks) -> BatchPlan:
@@ -197,8 +230,8 @@ def batch_of(config: Config, ranks: Ranks) -> BatchPlan:
 
 def announce(training: Training) -> None:
     """Print the receipt, and warn of settings that will not have the intended effect."""
-    config = training.module.config
-    schedule = training.module.schedule
+    config = training.config
+    schedule = training.schedule
     epochs = epochs_of(training.data, schedule.total_steps * training.batch.global_size)
     advise(config, epochs)
     facts = receipt.facts(
@@ -241,7 +274,7 @@ def fit(training: Training, started: float) -> None:
             disk.wait()  # for all writes
         status = ending.status_of(trainer)
         saved = True
-        if training.module.config.test and status == "done":
+        if training.config.test and status == "done":
             trainer.test(training.module, training.data, verbose=False)
     except Stopped as stopped:
         status = "stopped"
@@ -254,7 +287,7 @@ def fit(training: Training, started: float) -> None:
     leave()
     if training.rank == 0:
         row = training.metrics.row
-        prompt = prompt_from(training.data, training.module.tokenizer)
+        prompt = prompt_from(training.data, training.tokenizer)
         lines = ending.last_lines(training.directory, trainer, row, started, prompt)
         logger.info("%s", lines)
 
@@ -264,7 +297,7 @@ def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:
     directory = training.directory
     facts = {
         **facts,
-        "lr": training.module.schedule.peak_lr,
+        "lr": training.schedule.peak_lr,
         "world_size": training.batch.world_size,
         "global_batch_size": training.batch.global_size,
     }

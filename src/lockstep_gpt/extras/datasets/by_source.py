@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Callback
-from torch import Tensor
-from torchmetrics.utilities import dim_zero_cat
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.datamodule import TokenDataModule, data_place
+from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
+from lockstep_gpt.distributed.data_place import data_place
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention_line import AttentionLine
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
@@ -28,16 +25,17 @@ from lockstep_gpt.extras.datasets.past import (
     order_of,
     samples_of,
 )
+from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.training.means import Entry, Mean, exact_mean, replace_mean
 from lockstep_gpt.training.receipt import times
-from lockstep_gpt.training.token_loss import TokenLoss
 
 logger = logging.getLogger(__name__)
 EPOCHS = 4  # up to which repeated tokens are nearly as good as new ones (Muennighoff et al. 2023)
 
 
-class LossBySource(TokenLoss):
+class LossBySource(Mean):
     """The validation loss of each source, exact; their mean by the weights of the last phase.
 
     Args:
@@ -46,36 +44,27 @@ class LossBySource(TokenLoss):
     """
 
     def __init__(self, shares: dict[str, float], batches: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__("val/loss", also={"val/perplexity": perplexity})
         self.shares = shares
         self.batches = [*batches]
-        self.by_source: dict[str, float] = {}
 
-    def compute(self) -> Tensor:
-        """Return the mean over the sources, in nats."""
-        per_rank = sum(self.batches)  # the ranks' values are one after another: rows
-        means, counts = (
-            torch.split(
-                dim_zero_cat(part).double().cpu().reshape(-1, per_rank), self.batches, dim=1
-            )
-            for part in (self.means, self.counts)
-        )
-        for name, count in zip(self.shares, counts, strict=True):
-            if not count.any():
+    def columns(self, ranks: Sequence[list[Entry]]) -> dict[str, float]:
+        """Return the mean over the sources, in nats, and the loss of each."""
+        losses = {}
+        first = 0
+        for name, count in zip(self.shares, self.batches, strict=True):
+            last = first + count
+            entries = [entry for of_rank in ranks for entry in of_rank[first:last]]
+            first = last
+            if not any(weight for _, weight in entries):
                 raise UserError(
                     f"data.sources.{name}: no target of its validation windows counts, so it has "
                     "no loss; raise data.val_tokens, or its val_fraction"
                 )
-        losses = [_mean(*pair) for pair in zip(means, counts, strict=True)]
-        self.by_source = dict(zip(self.shares, losses, strict=True))
-        used = [(share, self.by_source[name]) for name, share in self.shares.items() if share]
-        return torch.tensor(sum(share * loss for share, loss in used), dtype=torch.float64)
-
-
-def _mean(means: Tensor, counts: Tensor) -> float:
-    totals = (means * counts).flatten().tolist()
-    add = math.fsum if all(map(math.isfinite, totals)) else sum  # fsum rejects inf - inf
-    return float(add(totals) / counts.sum())
+            losses[name] = exact_mean(entries)
+        mean = sum(share * losses[name] for name, share in self.shares.items() if share)
+        row = {self.name: mean, **{name: derive(mean) for name, derive in self.also.items()}}
+        return {**row, **{f"{self.name}/{name}": loss for name, loss in losses.items()}}
 
 
 class Sources(StepCallback):
@@ -91,10 +80,11 @@ class Sources(StepCallback):
         data: TokenDataModule = trainer.datamodule
         sizes = data.windows["train"].counts
         planned = data.samples_seen(trainer.max_steps)
-        order = pl_module.config.data.mixed_order(sizes, planned, data.block_size)
+        order = self.config.data.mixed_order(sizes, planned, data.block_size)
         shares = dict(zip(order.sizes, map(float, order.phases[-1].shares), strict=True))
         rows = data.rows_by_part("val", data.validated, *data_place(trainer))
-        pl_module.token_loss = LossBySource(shares, [*map(len, rows.values())])
+        by_source = LossBySource(shares, [*map(len, rows.values())])
+        replace_mean(pl_module, by_source)
 
     def receipt_lines(self) -> dict[str, str]:
         """Return the share, epochs, and state of each source."""
@@ -164,8 +154,8 @@ class Sources(StepCallback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if a run in its own directory has settings with another past."""
         is_of_this_run = Path(trainer.ckpt_path).parent == self.directory.checkpoints
-        if is_of_this_run and not pl_module.config.resume_force:
-            keep_past(checkpoint, pl_module.config, trainer.datamodule.folder)
+        if is_of_this_run and not self.config.resume_force:
+            keep_past(checkpoint, self.config, trainer.datamodule.folder)
 
     def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
         """Log each source's tokens so far."""
@@ -173,28 +163,11 @@ class Sources(StepCallback):
             data: TokenDataModule = trainer.datamodule
             sizes = data.windows["train"].counts
             planned = data.samples_seen(trainer.max_steps)
-            order = pl_module.config.data.mixed_order(sizes, planned, data.block_size)
+            order = self.config.data.mixed_order(sizes, planned, data.block_size)
             counts = order.counts(data.samples_seen(step)).items()
             tokens = {f"data/tokens/{name}": count * data.block_size for name, count in counts}
-            _log(trainer, tokens)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Compute each source's loss, also for callbacks that monitor one."""
-        pl_module.token_loss.compute()  # the module asks for it next, and gets the same
-        pl_module.log_dict(_losses(pl_module), logger=False, sync_dist=True, reduce_fx="max")
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log each source's loss."""
-        _log(trainer, _losses(pl_module))
-
-
-def _losses(module: Any) -> dict[str, float]:
-    return {f"val/loss/{name}": loss for name, loss in module.token_loss.by_source.items()}
-
-
-def _log(trainer: Any, row: dict[str, float]) -> None:
-    for logger_of_run in trainer.loggers:
-        logger_of_run.log_metrics(row, trainer.global_step)
+            for logger_of_run in trainer.loggers:
+                logger_of_run.log_metrics(tokens, trainer.global_step)
 
 
 def callbacks(

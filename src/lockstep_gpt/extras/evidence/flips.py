@@ -34,7 +34,7 @@ class FlippedBit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Choose a tensor."""
-        named = [(name, weight) for name, weight in pl_module.model.named_parameters()]
+        named = [(name, weight) for name, weight in pl_module.named_parameters()]
         self.name, self.weight = self.random.choice(named)
         if self.kind == "gradient" and trainer.global_rank == self.rank:
             self.weight.register_hook(self._changed_gradient)

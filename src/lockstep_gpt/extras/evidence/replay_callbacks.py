@@ -52,7 +52,7 @@ class ReplayedSaves(StepCallback):
         """Write the names of the tensors, which the state of an optimizer has as numbers."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
-            names = {id(weight): name for name, weight in pl_module.model.named_parameters()}
+            names = {id(weight): name for name, weight in pl_module.named_parameters()}
             groups = [group for some in trainer.optimizers for group in some.param_groups]
             ordered = [names[id(weight)] for group in groups for weight in group["params"]]
             (self.directory.path / NAMES).write_text(json.dumps(ordered), encoding="utf-8")

@@ -61,14 +61,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int) -> dict[str, Any]:
+def describe(step: Step, probe: Probe, samples: list[list[str]], ranks: int) -> dict[str, Any]:
     """Return one recorded step as plain values.
 
     Args:
         step: the numbers of the step.
         probe: names and positions of the values that were read.
-        module: the run's `GPTModule`, for the text of samples and the learning rate.
-        samples: token ids, (R, S, T).
+        samples: the text of each rank's samples.
         ranks: how many ranks to keep values for.
     """
     # One piece per parameter.
@@ -96,12 +95,9 @@ def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int
         "ranks": step.ranks,
         "micro_size": step.micro_size,
         "accumulation": step.accumulation,
-        "block_size": module.config.model.block_size,
         "spread": step.spread,
         "losses": step.losses[:ranks].tolist(),
-        "samples": [
-            [module.tokenizer.decode(ids) for ids in of_rank] for of_rank in samples[:ranks]
-        ],
+        "samples": samples,
         "parameters": parameters,
     }
 

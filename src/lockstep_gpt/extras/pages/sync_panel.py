@@ -11,7 +11,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ddp import DDPStrategy
+from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.noise import UNMEASURED, NoiseScale, advice
 from lockstep_gpt.extras.pages.panel import panel_page
@@ -29,7 +31,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.counted_targets import CountTargets
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class SyncPanel(StepCallback):
         ranks: how many ranks to keep values for; norms and averages use all ranks.
         files: about how many recorded steps to write at most; the noise scale uses them all.
         smoothing: fraction of the noise scale's averages that is kept at each measurement.
+        tokenizer: makes text of the samples; None: they are shown as numbers.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class SyncPanel(StepCallback):
         ranks: int = 8,
         files: int = 40,
         smoothing: float = 0.95,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value, least in (
             ("every", every, 1),
@@ -74,6 +78,7 @@ class SyncPanel(StepCallback):
                 raise UserError(f"callbacks.sync_panel.{name}={value} must be at least {least}")
         if not 0 <= smoothing < 1:
             raise UserError(f"callbacks.sync_panel.smoothing={smoothing} must be from 0 to below 1")
+        self.tokenizer = tokenizer
         self.every = every
         self.values = values
         self.files = files
@@ -84,7 +89,7 @@ class SyncPanel(StepCallback):
         self._advice = UNMEASURED
         self._local_step: LocalStep | None = None  # while a step is being recorded
         self._parts: MicroBatchNorms | None = None
-        self._counts: CountedTargets | None = None  # if the counts of targets differ
+        self._counts: CountTargets | None = None  # if the counts of targets differ
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Reject settings under which the panel can't show or repeat the average.
@@ -92,15 +97,16 @@ class SyncPanel(StepCallback):
         Raises:
             UserError: the strategy isn't DDP or one device, uses exact sums, or uses PowerSGD.
         """
-        if type(trainer.strategy) not in (DDPStrategy, SingleDeviceStrategy):
-            kind = type(trainer.strategy).__name__
+        strategy = trainer.strategy
+        if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+            kind = type(strategy).__name__
             raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; remove it")
-        if pl_module.config.batch.exact_micro_size:
+        if isinstance(strategy, AddsGradients) and strategy.exact_threads is not None:
             raise UserError(
                 "callbacks=sync_panel averages in the order of ddp, but batch.exact_micro_size "
                 "adds in another; remove one of them"
             )
-        if pl_module.config.strategy.get("comm_hook") == "powersgd":
+        if isinstance(strategy, DDPStrategy) and strategy.is_lossy:
             raise UserError(
                 "callbacks=sync_panel records averages, but strategy.comm_hook=powersgd makes "
                 "approximations that depend on every step before; remove one of them"
@@ -111,12 +117,12 @@ class SyncPanel(StepCallback):
         super().on_train_start(trainer, pl_module)
         metrics = next(logger for logger in trainer.loggers if isinstance(logger, MetricsFile))
         self._run = metrics.path.parent
-        self._probe = Probe(pl_module.model, self.values)
+        self._probe = Probe(pl_module, self.values)
         self._ddp: Any = trainer.strategy.model
         if not isinstance(self._ddp, DistributedDataParallel):
             self._ddp = None
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        counting = [callback for callback in callbacks if isinstance(callback, CountedTargets)]
+        counting = [callback for callback in callbacks if isinstance(callback, CountTargets)]
         self._counts = counting[0] if counting else None
 
     def is_recorded(self, step: int) -> bool:
@@ -176,10 +182,14 @@ class SyncPanel(StepCallback):
             return
         local_step.before = self._probe.gradients()
         if self._ddp is not None:
-            average_like_ddp(self._ddp, pl_module.keeps_gradients)
+            average_like_ddp(self._ddp, self._keeps_gradients(trainer))
             self._ddp.require_backward_grad_sync = True
             self._ddp.require_forward_param_sync = True  # as after a backward that averages
         local_step.weights = self._probe.weights()
+
+    def _keeps_gradients(self, trainer: Trainer) -> bool:
+        strategy = trainer.strategy
+        return isinstance(strategy, DDPStrategy) and strategy.keeps_gradients
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         """Read the average as the optimizer gets it, before clipping."""
@@ -201,15 +211,22 @@ class SyncPanel(StepCallback):
         self._measure(trainer, pl_module, recorded, step)
         if trainer.is_global_zero and self.has_file(step, trainer.max_steps):
             noise = {"noise_scale": self.noise.scale, "advice": self._advice}
-            content = describe(recorded, self._probe, pl_module, samples, self.ranks)
+            texts = [self._texts(of_rank) for of_rank in samples[: self.ranks]]
+            content = describe(recorded, self._probe, texts, self.ranks)
+            content["block_size"] = trainer.datamodule.block_size  # type: ignore[attr-defined]
             write_recording(self._run, {"step": step, **content, **noise})
+
+    def _texts(self, samples: Any) -> list[str]:
+        if self.tokenizer is None:
+            return [" ".join(map(str, ids)) for ids in samples]
+        return [self.tokenizer.decode(ids) for ids in samples]
 
     def _measure(self, trainer: Trainer, pl_module: Any, recorded: Step, step: int) -> None:
         measurement = recorded.measurement
         if measurement is None:
             return
         self.noise.add(measurement)
-        block_size = pl_module.config.model.block_size
+        block_size = trainer.datamodule.block_size  # type: ignore[attr-defined]
         self._advice = advice(self.noise.scale, measurement.big_batch, block_size)
         if self.noise.scale is not None:
             tokens = step * measurement.big_batch * block_size

@@ -1,6 +1,7 @@
 """Saves the run: periodically, at its best, at its end, and when a signal stops it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
@@ -21,6 +23,7 @@ from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.states import read_state
+from lockstep_gpt.run.resuming import rescale_batch_progress
 
 
 class Save(NamedTuple):
@@ -98,8 +101,6 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def save(self, trainer: Trainer) -> Path:
         """Save, on every rank, the state after the last optimizer step, or raise a `RunError`."""
-        module: Any = trainer.lightning_module
-        module.skipped.refuse_broken(trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
         if not self.saves:
             self._make_room(trainer)
@@ -146,6 +147,13 @@ class Checkpoints(StepCallback, Checkpoint):
         tokens = samples * self.config.model.block_size
         checkpoint.update(self.content, samples=samples, tokens=tokens)
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
+        """Continue at the saved sample, with this run's own accumulation."""
+        data: Any = getattr(trainer, "datamodule", None)
+        if isinstance(data, TokenDataModule):
+            data.resume_at(checkpoint["global_step"], checkpoint["samples"])
+            rescale_batch_progress(checkpoint, trainer.accumulate_grad_batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what decides which validation is among the best, and which saves."""
         return {"losses": dict(self.losses), "last_validated": self.last_validated}
@@ -184,6 +192,8 @@ class AtomicCheckpointIO(CheckpointIO):
         self.written_at: dict[Path, float] = {}  # the clock when each checkpoint was complete
         # What the ranks resume from, which one rank of each machine has read and verified.
         self.verified: VerifiedCheckpoint | KeptState | None = None
+        # Refuses the content of a checkpoint, whose place it is told, that doesn't fit the run.
+        self.refuse_unfit: Callable[[str, dict[str, Any]], None] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -222,12 +232,19 @@ class AtomicCheckpointIO(CheckpointIO):
         If not `whole`, tensors in parts are `SavedShards`.
         """
         assert weights_only is not False, "a checkpoint is never unpickled"
+        content = self._read(Path(path), map_location, whole)
+        if self.refuse_unfit is not None:
+            seen = with_own_shards(content) if is_of_rank(content) else content
+            self.refuse_unfit(f"checkpoint {path}", seen)
+        return content
+
+    def _read(self, path: Path, map_location: Any, whole: bool) -> dict[str, Any]:
         verified = self.verified
-        if isinstance(verified, KeptState) and verified.path == Path(path):
+        if isinstance(verified, KeptState) and verified.path == path:
             content = read_state(verified)
             return joined(content) if whole else content
-        if not isinstance(verified, VerifiedCheckpoint) or verified.path != Path(path):
-            verified = files.verify_named(Path(path))
+        if not isinstance(verified, VerifiedCheckpoint) or verified.path != path:
+            verified = files.verify_named(path)
         return files.read_verified(verified, map_location, whole)
 
     def wait(self) -> None:

@@ -209,8 +209,6 @@ class StateInMemory(StepCallback, Checkpoint):
         if module.device.type == "cpu":
             trainer.strategy.barrier()  # the next gradients would wait for the slowest rank too
         started = time.perf_counter()
-        if int(module.skipped.count) > module.skipped.allowed:
-            return  # the run ends soon
         state = kept_state(trainer)
         weights = self.hashes.weights
         is_whole = self.writer is None or self.writer.shards is None

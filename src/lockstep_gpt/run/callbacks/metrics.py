@@ -4,48 +4,48 @@ import logging
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
-from lightning import Trainer
+from lightning import LightningModule, Trainer
+from torch.optim import Optimizer
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.feeding import Feed
 from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_axis
-from lockstep_gpt.model.functional import perplexity
-from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import InRow, StepCallback
 from lockstep_gpt.run.metrics_rows import COLUMNS
+from lockstep_gpt.training.means import Mean, entries_of_ranks, means_of
 
 logger = logging.getLogger(__name__)
 
 
-def peak_tflops(config: Config, world_size: int) -> float | None:
-    """Return the peak of all devices together, if known."""
-    peak = config.peak_tflops
-    if peak is None and config.trainer["accelerator"] == "cuda":
-        name = torch.cuda.get_device_name()
-        peak = peak_of(name, config.precision)
-    if peak is None:
+def peak_here(precision: str) -> float | None:
+    """Return the peak of this rank's GPU in TFLOP/s, if known."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    return peak * world_size
+    return peak_of(torch.cuda.get_device_name(), precision)
 
 
 @dataclass(eq=False)
 class Metrics(StepCallback):
-    """Reads the device only at logging steps; in between, the loss stays on it.
+    """Logs a row of the run: every `Mean` of the module, the rate, the speed, and the memory.
 
-    Then every value is also in `trainer.callback_metrics`, for callbacks that monitor one.
+    It reads the device only at logging steps; in between, values stay on it. Every value is also in
+    `trainer.callback_metrics`, for callbacks that monitor one. Callbacks that are `InRow` add
+    columns.
     """
 
-    every: int  # steps between rows
-    tokens_per_step: int  # over all ranks
+    every: int = 50  # steps between rows
+    tokens_per_step: int | None = None  # over all ranks; None: a row has no count of tokens
     # Forward and backward. MFU is as in Chowdhery et al. 2022, appendix B, with causal attention.
     flops_per_token: float = 0.0
     peak_tflops: float | None = None  # of all devices together; None omits the utilization
+    tells_first_step: bool = False  # log how long the first step took: a compiled model's is long
     # The newest value of each metric, for display.
     row: dict[str, float] = field(default_factory=dict, init=False)
     training_seconds: float = field(default=0.0, init=False)  # without validation
@@ -56,47 +56,59 @@ class Metrics(StepCallback):
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
     _paused_at: float = field(default=0.0, init=False)
     _connector: Any = field(default=None, init=False)  # Lightning's own
+    _means: dict[str, Mean] = field(default_factory=dict, init=False)
+    _trained: dict[str, int] = field(default_factory=dict, init=False)  # mean -> its entries then
+    _measured: dict[str, float] = field(default_factory=dict, init=False)  # by a validation or test
+    _rate: float | None = field(default=None, init=False)  # of the last update
 
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
         self.row = {name: float(earlier[name]) for name in COLUMNS if name in earlier}
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
+        self._means = means_of(pl_module)
         self._connector = count_logged_steps_from_one(trainer)
-        pl_module.logs_losses = False
         self._times = [time.perf_counter()]
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Let Lightning log again, on its own axis."""
-        pl_module.logs_losses = True
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Let Lightning log on its own axis again."""
         if self._connector is not None:
             restore_axis(trainer, self._connector)
             self._connector = None
 
     on_exception = on_train_end  # type: ignore[assignment]
 
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Note the rate of this update; a scheduler then sets that of the next one."""
+        self._rate = optimizer.param_groups[0]["lr"]
+
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Log a row if one is due, and at the end."""
         self._times.append(time.perf_counter())
         if self.first_step_seconds is None:
             self.first_step_seconds = self._times[-1] - self._times[0]
-            if pl_module.config.compile:
+            if self.tells_first_step:
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
-        row = self._measure(trainer, pl_module, step)
+        row = self._measure(trainer, step)
         pl_module.log_dict(row, logger=False)
         self._log(trainer, step, row)
-        pl_module.skipped.refuse_broken(step)
+        for callback in callbacks_of(trainer):
+            callback.after_row(step)
 
-    def _measure(self, trainer: Trainer, pl_module: Any, step: int) -> dict[str, float]:
+    def _measure(self, trainer: Trainer, step: int) -> dict[str, float]:
         """Return the values since the last row, and restart the clock."""
         # These wait for the device, so that the clock is read after the work that it measures.
-        loss = float(pl_module.losses.take().mean())
-        grad_norm = float(pl_module.grad_norm)
-        skipped = float(pl_module.skipped.count)
+        row = self._take_means(self._means)
+        if self._rate is not None:
+            row["optim/lr"] = float(self._rate)
+        for callback in callbacks_of(trainer):
+            row.update(callback.in_row(step))
         durations = [after - before for before, after in pairwise(self._times)]
         p50, p95 = p50_and_p95(durations)
         now = time.perf_counter()
@@ -104,67 +116,123 @@ class Metrics(StepCallback):
         self._times = [now]
         self.training_seconds += seconds
         self.training_steps += len(durations)
-        tokens_per_second = len(durations) * self.tokens_per_step / seconds
-        row = {}
-        if self.peak_tflops:
-            tflops = tokens_per_second * self.flops_per_token / 1e12
-            row["throughput/mfu"] = tflops / self.peak_tflops
-        row["train/loss"] = loss
-        row["optim/lr"] = pl_module.schedule.lr(step - 1)
-        row["optim/grad_norm"] = grad_norm
-        row["optim/skipped"] = skipped  # updates so far in the whole run
-        row["throughput/tokens_per_second"] = tokens_per_second
+        if self.tokens_per_step is not None:
+            tokens_per_second = len(durations) * self.tokens_per_step / seconds
+            row["throughput/tokens_per_second"] = tokens_per_second
+            if self.peak_tflops:
+                tflops = tokens_per_second * self.flops_per_token / 1e12
+                row["throughput/mfu"] = tflops / self.peak_tflops
         row["throughput/step_seconds"] = seconds / len(durations)
         row["throughput/step_seconds_p50"] = p50
         row["throughput/step_seconds_p95"] = p95
         row["system/peak_memory_gb"] = peak_memory() / 1e9
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(data, TokenDataModule):
-            waited = data.training_feed.waited
-            row["data/wait_share"] = (waited - self._waited) / seconds
-            self._waited = waited
+        feed = trainer.train_dataloader
+        if isinstance(feed, Feed):
+            row["data/wait_share"] = (feed.waited - self._waited) / seconds
+            self._waited = feed.waited
+        return row
+
+    def _take_means(self, means: Mapping[str, Mean]) -> dict[str, float]:
+        """Return the columns of those means that have values, and let them start anew."""
+        row: dict[str, float] = {}
+        for name, ranks in entries_of_ranks(means).items():
+            row.update(self._means[name].columns(ranks))
+            self._means[name].reset()
         return row
 
     def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
-        # Of all ranks together, over all steps since this start, without validation.
-        speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
-        entries = {
-            "tokens": step * self.tokens_per_step,
-            "tokens_per_second": speed or None,  # None without any step
-            "first_step_seconds": self.first_step_seconds,
-            **{name: self.row.get(column) for column, name in COLUMNS.items() if name},
-        }
+        entries: dict[str, Any] = {}
+        if self.tokens_per_step is not None:
+            # Of all ranks together, over all steps since this start, without validation.
+            speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
+            entries["tokens"] = step * self.tokens_per_step
+            entries["tokens_per_second"] = speed or None  # None without any step
+        entries["first_step_seconds"] = self.first_step_seconds
+        entries |= {name: self.row.get(column) for column, name in COLUMNS.items() if name}
         if "test/loss" in self.row:
             entries["test_loss"] = self.row["test/loss"]
         return entries
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock: throughput is for training only."""
         self._paused_at = time.perf_counter()
+        self._means = means_of(pl_module)
+        self._trained = {name: mean.count for name, mean in self._means.items()}
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log the validation loss and restart the clock."""
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compute what the validation has measured, also for callbacks that monitor it."""
+        updated = {
+            name: mean
+            for name, mean in self._means.items()
+            if mean.count > self._trained[name] or self._trained[name] == 0
+        }
+        self._measured = self._take_means(updated)
+        if trainer.sanity_checking:  # that is no result
+            self._measured = {}
+            return
+        is_fit = trainer.state.fn == "fit"  # then the row is logged below
+        log_equal(pl_module, self._measured, logger=not is_fit)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the validation has measured, and restart the clock."""
         if trainer.state.fn != "fit":  # of `Trainer.validate`, which logs it itself
             return
         self.leave_out(time.perf_counter() - self._paused_at)
-        loss = pl_module.val_loss
-        metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
-        self._log(trainer, trainer.global_step, metrics)
+        if self._measured:
+            self._log(trainer, trainer.global_step, self._measured)
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Keep the test loss, which Lightning has logged, for the summary."""
-        self.row["test/loss"] = float(trainer.callback_metrics["test/loss"])
+    on_test_start = on_validation_start
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compute what the test has measured; `Trainer.test` returns it."""
+        self._measured = self._take_means(self._means)
+        log_equal(pl_module, self._measured, logger=True)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what the test has measured, which Lightning has logged, for the summary."""
+        self.row.update(self._measured)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save what the means have so far; every rank must call this."""
+        table = entries_of_ranks(means_of(pl_module))
+        checkpoint["means"] = {
+            name: [[*entry] for entries in ranks for entry in entries]
+            for name, ranks in table.items()
+        }
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Continue with what the means had; rank 0 gets it all."""
+        saved = checkpoint.get("means", {})  # another Trainer's has none
+        for name, mean in means_of(pl_module).items():
+            mean.load_entries(saved.get(name, []) if trainer.is_global_zero else [])
 
     def leave_out(self, pause: float) -> None:
         """Don't count the last `pause` seconds as training."""
         self._times = [clock + pause for clock in self._times]
 
     def _log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        row = {"trainer/tokens": step * self.tokens_per_step, **metrics}
+        row = dict(metrics)
+        if self.tokens_per_step is not None:
+            row = {"trainer/tokens": step * self.tokens_per_step, **row}
         self.row.update(row)
         for row_logger in trainer.loggers:
             row_logger.log_metrics(row, step)
+
+
+def callbacks_of(trainer: Trainer) -> list[InRow]:
+    """Return the callbacks that add columns to the rows."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, InRow)]
+
+
+def log_equal(pl_module: LightningModule, row: dict[str, float], *, logger: bool) -> None:
+    """Log values that all ranks have: their maximum is each one without rounding."""
+    pl_module.log_dict(row, logger=logger, sync_dist=True, reduce_fx="max")
 
 
 def p50_and_p95(durations: list[float]) -> tuple[float, float]:

@@ -22,6 +22,17 @@ class InSummary(Protocol):
         """Return name -> value for a run that ends after optimizer step `step`."""
 
 
+@runtime_checkable
+class InRow(Protocol):
+    """A callback with columns for the rows of the log."""
+
+    def in_row(self, step: int) -> dict[str, float]:
+        """Return column -> value after optimizer step `step`; every rank calls this."""
+
+    def after_row(self, step: int) -> None:
+        """Act once the row is written, for example end the run with a `RunError`."""
+
+
 class StepCallback(Callback, ABC):
     """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
 
