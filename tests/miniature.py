@@ -28,12 +28,16 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.building import build_module
+from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.schedule import (
@@ -42,6 +46,7 @@ from lockstep_gpt.training.schedule import (
     plan_batch,
     plan_schedule,
 )
+from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 SAVED = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
@@ -62,6 +67,11 @@ class Run:
     data: TokenDataModule
     module: GPTModule
     content: dict
+    val_loss: float | None = None  # of the last `fit`
+
+    @property
+    def clipping(self):
+        return ClipAndSkip(self.config.optim.clip_norm, self.config.guard.max_skipped)
 
     def checkpoints(self, folder):
         return Checkpoints(
@@ -75,9 +85,16 @@ class Run:
         # On a CPU, Lightning would replace it with bfloat16.
         half = self.config.precision == "16-mixed"
         precision = [MixedPrecision("16-mixed", "cpu")] if half else []
+        chosen = {type(callback) for callback in callbacks}
+        first = [MicroBatchSeeds(self.config.seed)]
+        if Metrics not in chosen:
+            first.append(Metrics(self.config.log_every))
+        if "strategy" not in settings and self.config.batch.exact_micro_size is not None:
+            settings["strategy"] = strategies.single_device("cpu", exact_threads=1)
+        last = [self.clipping, FreeGradients()]
         trainer = lightning.Trainer(
             accelerator="cpu",
-            callbacks=list(callbacks),
+            callbacks=[*first, *callbacks, *last],
             logger=logger,
             plugins=[io or AtomicCheckpointIO(), *precision],
             max_steps=self.schedule.total_steps,
@@ -95,6 +112,8 @@ class Run:
             for noise in LIGHTNINGS_NOISE:
                 warnings.filterwarnings("ignore", noise)
             trainer.fit(self.module, self.data, ckpt_path=ckpt_path)
+        if "val/loss" in trainer.callback_metrics:
+            self.val_loss = float(trainer.callback_metrics["val/loss"])
         return trainer
 
 
@@ -143,7 +162,7 @@ def new_run(folder):
             accumulation=spread.accumulation,
             seed=config.seed,
         )
-        module = GPTModule(config, schedule, from_dict(tokenizer))
+        module = build_module(config, schedule, from_dict(tokenizer))
         content = {"config": {"max_steps": config.max_steps}, "tokenizer": tokenizer}
         return Run(config, spread, schedule, data, module, content)
 

@@ -1,17 +1,16 @@
 """Private names of torch, each with the reason. Versions: torch 2.12 to 2.15."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,18 +59,23 @@ def compiled_for_each_shape(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def mark_overflow(scaler: Any, optimizer: Optimizer, skip: Tensor) -> None:
-    """Make a loss scaler skip an update, as if a gradient had overflowed.
+@contextmanager
+def without_hooks(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let gradients arrive in this context without the hooks of `weights`.
 
-    `GradScaler` keeps one flag per device, and has no public method that sets it.
-
-    Args:
-        scaler: a `torch.amp.GradScaler` that has unscaled the gradients.
-        optimizer: whose update it is.
-        skip: a scalar on the device, 1 to skip.
+    These have seen the gradients. torch can only remove a hook with what registered it.
     """
-    for flag in scaler._found_inf_per_device(optimizer).values():
-        flag += skip
+    held: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for weight in weights:
+        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+            if hooks:
+                held.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
 
 
 def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:

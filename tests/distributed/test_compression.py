@@ -22,8 +22,9 @@ SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "
 )
 def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
     strategy = ddp(**{**SETTINGS, "comm_hook": name})
-    assert strategy._ddp_comm_hook is hook
-    assert (strategy._ddp_comm_state is not None) == (name == "powersgd")
+    state, chosen = strategy.comm_hook
+    assert chosen is hook
+    assert (state is not None) == strategy.is_lossy == (name == "powersgd")
 
 
 @pytest.fixture

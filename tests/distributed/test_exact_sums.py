@@ -4,7 +4,6 @@ import contextlib
 import copy
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sizes import exact_world_sizes, gradient_copies
-from lockstep_gpt.distributed.exact_sums import GradientSums, PairwiseSum, gradient_sums
+from lockstep_gpt.distributed.exact_sums import ExactSums, PairwiseSum, exact_kernels
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import plan_batch
@@ -150,7 +149,7 @@ EXACT = {"global_size": 8, "exact_micro_size": 2, "micro_size": None}
 def test_one_rank_averages_its_micro_batches_in_the_tree_s_order(new_run, micro):
     run = new_run(max_steps=1, batch={**EXACT, "exact_micro_size": micro})
     model, step = copy.deepcopy(run.module.model), Step()
-    run.fit(GradientSums(), step)
+    run.fit(step)
     each = []
     for batch in step.batches:
         model.zero_grad()
@@ -164,21 +163,11 @@ def test_one_rank_averages_its_micro_batches_in_the_tree_s_order(new_run, micro)
 def test_a_mean_of_twelve_is_that_of_the_tree(new_run):
     run = new_run(max_steps=1, batch={**EXACT, "global_size": 12, "exact_micro_size": 1})
     model, step = copy.deepcopy(run.module.model), Step()
-    run.fit(GradientSums(), step)
+    run.fit(step)
     losses = [model(*batch) for batch in step.batches]
     expected = torch.autograd.grad(sum(losses) / 12, [*model.parameters()])
     for found, reference in zip(step.gradients, expected, strict=True):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-6)
-
-
-class KernelFlags(Callback):
-    """Keeps which kernels may run in each micro-batch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_start(self, *_):
-        self.seen.append(kernel_flags())
 
 
 def kernel_flags():
@@ -192,16 +181,14 @@ def kernel_flags():
 
 @pytest.mark.parametrize("cudnn", [True, False])
 def test_exact_runs_on_gpus_use_no_cudnn_attention_and_leave_the_flags_as_they_were(
-    new_run, monkeypatch, cudnn
+    monkeypatch, cudnn
 ):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    run = new_run(max_steps=1, batch=EXACT, trainer={"accelerator": "cuda"})
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:
-        (sums,), flags = gradient_sums(run.config), KernelFlags()
-        run.fit(sums, flags)
-        assert flags.seen == [(True, False, True)] * 4
+        with exact_kernels(1, "cuda"):
+            assert kernel_flags() == (True, False, True)
         assert kernel_flags() == (False, cudnn, True)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
@@ -211,14 +198,14 @@ def test_a_model_with_a_batchnorm_is_rejected(new_run):
     run = new_run(max_steps=1, batch=EXACT)
     run.module.norm = nn.BatchNorm1d(3)
     with pytest.raises(UserError, match="has a BatchNorm"):
-        run.fit(GradientSums())
+        run.fit()
 
 
 def test_a_parameter_without_a_gradient_is_rejected(new_run):
     run = new_run(max_steps=1, batch=EXACT)
     run.module.model.unused = nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match=r"1 of .* parameters got no gradient"):
-        run.fit(GradientSums())
+        run.fit()
 
 
 def gradients_on(rank, world, total, ddp=True):
@@ -227,20 +214,18 @@ def gradients_on(rank, world, total, ddp=True):
     model = nn.Sequential(nn.Linear(7, 301), nn.Tanh(), nn.Linear(301, 13), nn.Linear(13, 1))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005) if ddp else model
     batch = plan_batch(BatchConfig(global_size=total, exact_micro_size=1), 7, world, 1)
-    sums = GradientSums()
-    module = SimpleNamespace(model=model, modules=model.modules, device=torch.device("cpu"), leaf=0)
-    strategy = SimpleNamespace(model=wrapped)
-    spread = {"world_size": world, "accumulate_grad_batches": batch.accumulation}
-    sums.on_train_start(SimpleNamespace(strategy=strategy, **spread), module)
+    sums = ExactSums(model, world, torch.device("cpu"), in_ddp=ddp)
+    if ddp:
+        wrapped.register_comm_hook(None, sums.exchange)
     found = []
     for step in range(3):  # DDP rebuilds its buckets after the first
         samples = torch.randn(total, 7, generator=torch.Generator().manual_seed(step))
-        for module.leaf in range(batch.accumulation):
-            is_last = module.leaf == batch.accumulation - 1
+        for leaf in range(batch.accumulation):
+            is_last = leaf == batch.accumulation - 1
             with contextlib.nullcontext() if is_last or not ddp else wrapped.no_sync():
-                loss = wrapped(samples[rank * batch.accumulation + module.leaf]).square().sum()
-                (loss / batch.accumulation * module.loss_factor).backward()
-            sums.on_after_backward(None, module)
+                loss = wrapped(samples[rank * batch.accumulation + leaf]).square().sum()
+                (loss / batch.accumulation * sums.factor(batch.accumulation)).backward()
+            sums.add(is_last)
         found += [parameter.grad.numpy().tobytes() for parameter in model.parameters()]
         model.zero_grad()
     return found

@@ -2,10 +2,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 from lockstep_gpt.config_files import config_folder
+from lockstep_gpt.distributed.exact_sums import SingleDevice
 from lockstep_gpt.distributed.strategies import auto, ddp
 
 PRESETS = config_folder() / "strategy"
@@ -15,7 +16,7 @@ SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "
 def test_auto_does_not_wrap_one_rank():
     cpu = auto(accelerator="cpu", world_size=1, **SETTINGS)
     gpu = auto(accelerator="cuda", world_size=1, **SETTINGS)
-    assert type(cpu) is type(gpu) is SingleDeviceStrategy
+    assert type(cpu) is type(gpu) is SingleDevice
     assert (cpu.root_device, gpu.root_device) == (torch.device("cpu"), torch.device("cuda", 0))
 
 
@@ -41,4 +42,4 @@ def test_every_setting_of_our_presets_is_taken(name):
     settings = {key: preset[key] for key in preset if key not in ("_target_", "defaults")}
     strategy = ddp(**settings)
     assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
-    assert strategy._ddp_comm_hook is None
+    assert strategy.comm_hook is None

@@ -38,7 +38,7 @@ class Losses(Callback):
         self.all.append(float(given[2]["loss"]))
 
     def on_validation_end(self, trainer, pl_module):
-        self.all.append(pl_module.val_loss)
+        self.all.append(float(trainer.callback_metrics["val/loss"]))
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 They are on the host, and reject what such a GPU rejects: float64, and uint16 and wider ones.
 """
 
-import math
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +10,9 @@ from torch._subclasses import FakeTensorMode
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.windows import Stored
-from lockstep_gpt.errors import RunError
 from lockstep_gpt.model import functional
-from lockstep_gpt.training import apple_gpu as training
-from lockstep_gpt.training.seeds import leaf_seed
-from lockstep_gpt.training.token_loss import TokenLoss
+from lockstep_gpt.training.means import Mean
+from lockstep_gpt.training.seeds import seed_device
 
 ABSENT = {torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex128}
 DEVICE = torch.device("mps", 0)
@@ -49,39 +44,20 @@ def test_the_stand_in_rejects_the_same_settings_as_the_gpu():
     assert on_apple(1.0).cpu().double().dtype == torch.float64
 
 
-def test_the_validation_loss_is_summed_on_the_host_and_is_that_of_a_cpu():
-    there, here = TokenLoss(), TokenLoss()
-    for loss, ignored in [(2.5, 0), (0.1, 3), (7.0, 1)]:
-        targets = torch.tensor([[5, 6, 7, 8]])
-        targets[0, :ignored] = functional.IGNORE
-        here.update(torch.tensor(loss), targets)
-        there.update(on_apple(loss), targets.as_subclass(OnApple))
+def test_means_are_summed_on_the_host_and_are_those_of_a_cpu():
+    there, here = Mean("loss"), Mean("loss")
+    for loss, counted in [(2.5, 4), (0.1, 1), (7.0, 3)]:
+        here.update(torch.tensor(loss), torch.tensor(counted))
+        there.update(on_apple(loss), on_apple(counted))
     assert there.compute().item() == here.compute().item()
     assert there.compute().dtype == torch.float64
 
 
-def test_logged_losses_are_averaged_on_the_host(new_run):
-    losses, sums = new_run().module.losses, (3.0, 4.5)
-    losses.sums = {leaf: on_apple(total) for leaf, total in enumerate(sums)}
-    losses.steps = 3
-    means = losses.take()
-    assert (type(means), means.dtype) == (torch.Tensor, torch.float64)
-    assert means.flatten().tolist() == [each / 3 for each in sums]
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_non_finite_updates_are_not_applied_despite_fused_kernels(new_run, broken, monkeypatch):
-    run, seen = new_run(max_steps=2, guard={"max_skipped": 9}), []
+def test_its_random_numbers_are_seeded(monkeypatch):
+    seen = []
     monkeypatch.setattr(torch.mps, "manual_seed", seen.append)
-    if broken:
-        run.module.model.head.register_hook(lambda grad: grad * math.inf)
-    before = [each.detach().clone() for each in run.module.parameters()]
-    with pytest.raises(RunError, match=r"^step 1: .+ those of step 0") if broken else nullcontext():
-        run.fit(training.AppleGPU())
-    same = [torch.equal(*pair) for pair in zip(before, run.module.parameters(), strict=True)]
-    assert all(same) == broken
-    leaves = [leaf_seed(run.config.seed, step, leaf) for step in (0, 1) for leaf in (0, 1)]
-    assert seen == leaves[: 2 if broken else 4]
+    seed_device(7, DEVICE)
+    assert (seen, torch.initial_seed()) == ([7], 7)
 
 
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "uint32"])

@@ -40,6 +40,6 @@ def test_functions_that_run_any_code_are_rejected(node):
 
 def test_a_class_that_is_no_callback_is_refused_by_its_name():
     with pytest.raises(UserError, match=r"^callbacks\.mine: collections\.Counter is not a "):
-        build_callback("mine", {"_target_": "collections.Counter"})
+        build_callback("mine", {"_target_": "collections.Counter"}, {})
     node = {"_target_": TIMER, "duration": DURATION}
-    assert isinstance(build_callback("mine", node), Timer)
+    assert isinstance(build_callback("mine", node, {}), Timer)

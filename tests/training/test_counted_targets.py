@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import write_checkpoint
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.building import counted_targets, counting
+from lockstep_gpt.training.counted_targets import CountTargets
 
 STEPS = 3
 
@@ -35,12 +37,15 @@ class Gradients(lightning.Callback):
     def __init__(self):
         self.steps, self.losses = [], []
 
+    def setup(self, trainer, *_, **_stage):
+        self.metrics = next(each for each in trainer.callbacks if isinstance(each, Metrics))
+
     def on_before_optimizer_step(self, _trainer, pl_module, _optimizer):
         self.steps.append([each.grad.clone() for each in pl_module.model.parameters()])
 
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        if pl_module.leaf == trainer.accumulate_grad_batches - 1:
-            self.losses.append(float(pl_module.losses.take().mean()))
+    def on_train_batch_end(self, trainer, _pl_module, _outputs, _batch, batch_idx):
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.losses.append(self.metrics.row["train/loss"])
 
 
 class Expected(Gradients):
@@ -69,10 +74,10 @@ def run_of(new_run, micro_size, world_size=1, **settings):
 
 
 def fitted(run, *callbacks, **settings):
-    counts = CountedTargets(run.config)
+    counts = CountTargets(counted_targets, typical=96)
     found = Gradients()
     torch.manual_seed(0)
-    run.fit(*callbacks, counts, found, **settings)
+    run.fit(Metrics(every=1), *callbacks, counts, found, **settings)
     return found
 
 
@@ -122,7 +127,7 @@ def test_ranks_normalize_by_the_targets_of_all_ranks(
 
 def test_without_the_callback_micro_batches_weigh_differently(new_run, expected):
     found, run = Gradients(), run_of(new_run, 1)
-    run.fit(found)
+    run.fit(Metrics(every=1), found)
     with pytest.raises(AssertionError):
         assert_same(found, expected, **CLOSE)
 
@@ -159,22 +164,18 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(new_run):
     assert found.losses == [0.0] * STEPS
 
 
-def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
+def test_runs_in_which_every_target_counts_have_no_callback(new_run):
     run = new_run()
-    trainer = run.fit(CountedTargets(run.config))
-    assert not any(type(each).__name__ == "CountedTargets" for each in trainer.callbacks)
     assert not run.data.may_ignore
+    assert counting(run.config, run.data) == []
 
 
-def test_padding_and_data_of_the_user_s_keep_the_callback(new_run):
-    data = new_run().data
-    data.windows["train"].has_padding = True
-    assert data.may_ignore
-    for module in (data, object()):
-        callback = CountedTargets(new_run().config)
-        trainer = SimpleNamespace(datamodule=module, callbacks=[callback])
-        callback.setup(trainer, None, "fit")
-        assert trainer.callbacks == [callback]
+def test_padding_and_data_of_the_user_s_have_the_callback(new_run):
+    run = new_run()
+    run.data.windows["train"].has_padding = True
+    for data in (run.data, SimpleNamespace()):
+        (callback,) = counting(run.config, data)
+        assert isinstance(callback, CountTargets)
 
 
 @pytest.mark.slow
@@ -183,13 +184,16 @@ def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_
 
     def train(world_size, **strategy):
         run = run_of(new_run, 2, world_size, batch=settings, trainer={"accelerator": "cpu"})
-        found = fitted(run, *gradient_sums(run.config), **strategy)
+        found = fitted(run, **strategy)
         return [[each.tolist() for each in step] for step in found.steps], found.losses
 
     alone = train(1)
 
     def on_rank(_rank):
-        return train(3, strategy="ddp", devices=3, num_nodes=1)
+        ddp = strategies.ddp(
+            process_group_backend="gloo", timeout_seconds=60, comm_hook="none", exact_threads=1
+        )
+        return train(3, strategy=ddp, devices=3, num_nodes=1)
 
     results = on_ranks(3, on_rank)
     assert all(each == alone for each in results), results
@@ -199,12 +203,12 @@ class Rows(lightning.Callback):
     """Keeps the loss of each row, the mean over `every` steps."""
 
     def __init__(self, every):
-        self.every, self.rows = every, {}
+        self.metrics = Metrics(every)
+        self.rows = {}
 
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        is_last = pl_module.leaf == trainer.accumulate_grad_batches - 1
-        if is_last and trainer.global_step % self.every == 0:
-            self.rows[trainer.global_step] = float(pl_module.losses.take().mean())
+    def on_train_batch_end(self, trainer, *_):
+        if "train/loss" in self.metrics.row:
+            self.rows.setdefault(trainer.global_step, self.metrics.row["train/loss"])
 
 
 def resumed_rows(new_run, tmp_path, micro_size, change=None):
@@ -212,7 +216,8 @@ def resumed_rows(new_run, tmp_path, micro_size, change=None):
     every = {"max_steps": 8, "checkpoint": {"every": 5, "keep_last": 9}}
     whole, again = Rows(3), Rows(3)
     run = run_of(new_run, 3, **every)
-    run.fit(CountedTargets(run.config), whole, run.checkpoints(tmp_path))
+    counts = CountTargets(counted_targets)
+    run.fit(whole.metrics, counts, whole, run.checkpoints(tmp_path))
     path = tmp_path / "step=000005.ckpt"
     if change:
         content = torch.load(path, weights_only=True)
@@ -220,7 +225,8 @@ def resumed_rows(new_run, tmp_path, micro_size, change=None):
         write_checkpoint(content, path)
     run = run_of(new_run, micro_size, **every)
     saves = run.checkpoints(tmp_path / "again")
-    run.fit(CountedTargets(run.config), again, saves, ckpt_path=path)
+    counts = CountTargets(counted_targets)
+    run.fit(again.metrics, counts, again, saves, ckpt_path=path)
     return whole.rows[6], again.rows[6]
 
 
@@ -234,7 +240,7 @@ def test_other_micro_batches_log_the_same_loss_after_a_resume(new_run, tmp_path)
     assert again == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_losses_and_resumes(new_run, tmp_path):
-    whole, again = resumed_rows(new_run, tmp_path, 3, lambda saved: saved.pop("step_losses"))
+def test_a_checkpoint_of_another_trainer_has_no_losses_and_resumes(new_run, tmp_path):
+    whole, again = resumed_rows(new_run, tmp_path, 3, lambda saved: saved.pop("means"))
     assert again != whole  # a mean of the last step only
     assert again == pytest.approx(whole, rel=0.2)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep_gpt.distributed.strategies import WholeModels
+from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -98,14 +98,12 @@ def test_devices_without_the_fused_kernel_use_the_plain_one() -> None:
     ],
 )
 def test_with_exact_sums_muon_is_not_compiled_and_a_gpu_stacks_nothing(
-    monkeypatch, new_run, accelerator, compiled, exact, flags
+    monkeypatch, accelerator, compiled, exact, flags
 ):
     monkeypatch.setattr(optim, "ReplicatedMatrices", lambda *flags: flags)
-    batch = {"exact_micro_size": exact}
-    config = new_run(optim={"algorithm": "muon"}, compile=compiled, batch=batch).config
-    config.trainer = {"accelerator": accelerator}
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), config.optim, lr=1.0)
-    place_matrices(optimizer, WholeModels(), config)
+    config = OptimConfig(algorithm="muon")
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), config, lr=1.0)
+    place_matrices(optimizer, single_device(accelerator, exact), compiled)
     assert optimizer.placement == flags
 
 

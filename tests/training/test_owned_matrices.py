@@ -161,7 +161,7 @@ def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, mode
             state["momentum"].nbytes for state in optimizer.state.values() if "momentum" in state
         )
         weights = [weight.detach() for weight in run.module.model.parameters()]
-        return run.module.val_loss, weights, momentum
+        return run.val_loss, weights, momentum
 
     def train(_rank):
         results = []

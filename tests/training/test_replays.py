@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.gradient_bits import refuse_changing_kernels
 from lockstep_gpt.training.replays import Replays, Vote, verdict
@@ -23,7 +24,7 @@ def changed(place):
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (0, "its tokens"),
+        (0, "its batch"),
         (1, "the loss"),
         (2, "the gradient of embedding"),
         (4, "the gradient of norm"),
@@ -52,9 +53,8 @@ def test_a_third_rank_decides_between_two_that_stay_with_their_bits():
     assert "; rank 1 got what 2 of 5 computations did" in text
 
 
-def test_steps_are_random_and_about_one_in_n(new_run):
-    config = new_run().config
-    due = [step for step in range(20_000) if Replays(config, 10).is_due(step)]
+def test_steps_are_random_and_about_one_in_n():
+    due = [step for step in range(20_000) if Replays(10, seed=1337).is_due(step)]
     assert 1800 < len(due) < 2200
     gaps = {later - step for step, later in pairwise(due)}
     assert len(gaps) > 20
@@ -68,7 +68,7 @@ def test_clean_runs_have_the_same_bits_with_and_without_it(new_run, precision, a
         batch = {"micro_size": 4 // accumulation}
         run = new_run(precision=precision, batch=batch, model={"dropout": 0.1})
         settings = {} if precision == "16-mixed" else {"precision": precision}
-        run.fit(*(make(run.config, 1) for make in chosen), **settings)
+        run.fit(*(make(1, run.config.seed) for make in chosen), **settings)
         return run.module.model.state_dict()
 
     plain = train()
@@ -98,9 +98,11 @@ def test_a_batchnorm_is_refused(command):
 
 
 def test_gpus_need_kernels_that_always_round_alike(new_run):
-    run = new_run(guard={"verify_every": 2})
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), modules=run.module.modules)
+    def on_gpu(exact_threads):
+        trainer = SimpleNamespace(strategy=single_device("cpu", exact_threads))
+        modules = new_run().module.modules
+        return SimpleNamespace(device=torch.device("cuda"), modules=modules, trainer=trainer)
+
     with pytest.raises(UserError, match=r"verify_every=2 needs kernels that always round alike; "):
-        refuse_changing_kernels(run.config, on_gpu)
-    exact = new_run(batch={"exact_micro_size": 2, "micro_size": None}).config
-    refuse_changing_kernels(exact, on_gpu)
+        refuse_changing_kernels(on_gpu(None), 2)
+    refuse_changing_kernels(on_gpu(1), 2)

@@ -8,9 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.settings import is_module
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training import clipping
+from lockstep_gpt.training.building import build_module
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
@@ -44,34 +46,43 @@ def test_reads_of_a_tensor_are_counted():
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", *filter(partial(is_module, "training"), ["muon"])])
-def test_no_step_between_logged_ones_waits_for_the_device(composed, algorithm):
+def test_no_step_between_logged_ones_waits_for_the_device(composed, monkeypatch, algorithm):
+    monkeypatch.setattr(clipping, "is_asynchronous", lambda _device: True)  # as a GPU
     config = composed("experiment=smoke", "precision=bf16-mixed", "log_every=10")
     config.optim.algorithm = algorithm
     batch = plan_batch(config.batch, config.model.block_size, 1, 1)
-    module = GPTModule(config, plan_schedule(config, batch), ByteTokenizer())
-    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(), max_steps=100)
-    module._trainer, module.logs_losses = trainer, False  # as in our runs
-    module.trained = [*module.model.parameters()]
+    module = build_module(config, plan_schedule(config, batch), ByteTokenizer())
     optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
     metrics = Metrics(config.log_every, batch.tokens_per_step)
+    clip = clipping.ClipAndSkip(1.0)
+    trainer = SimpleNamespace(
+        precision_plugin=SimpleNamespace(),
+        strategy=single_device("cpu"),
+        max_steps=100,
+        global_step=0,
+        optimizers=[optimizer],
+        callbacks=[metrics, clip],
+    )
     metrics._times = [0.0]
+    clip.on_train_start(trainer, module)
     tokens = torch.zeros(2, config.model.block_size, dtype=torch.int64)
 
     def step(number):
         for _ in range(2):
             module.training_step((tokens, tokens), 0).backward()
-        module.configure_gradient_clipping(optimizer)
+        for callback in trainer.callbacks:
+            callback.on_before_optimizer_step(trainer, module, optimizer)
         optimizer.step()
-        module.losses.complete_step()
         optimizer.zero_grad()
         metrics.on_step_end(trainer, module, number)
+        clip.on_step_end(trainer, module, number)
 
     step(1)
-    states = [optimizer.state[weight] for weight in module.trained]
+    states = [optimizer.state[weight] for weight in module.parameters()]
     counts = [state["step"] for state in states if "momentum" in state]  # Muon counts on the host
     with Waits(counts) as waits:
         for number in (2, 3):
             step(number)
         assert waits.count == 0
-        module.losses.take().mean().item()
-    assert waits.count == 1
+        clip.in_row(3)
+    assert waits.count == 2

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.lightning_patches import skip_teardown
-from lockstep_gpt.torch_patches import compiling_one_graph
+from lockstep_gpt.torch_patches import compiling_one_graph, without_hooks
 
 # A state and a function of torch.distributed.algorithms.ddp_comm_hooks.
 CommHook = tuple[Any, Callable[..., Any]]
@@ -290,7 +290,8 @@ class FirstStep:
             del module.forward
             if own is not None:
                 module.forward = own
-        end.backward()
+        with without_hooks(self._weights):
+            end.backward()
 
 
 class HandOver(torch.autograd.Function):

@@ -63,7 +63,7 @@ class ClipAndSkip(StepCallback):
             self.skipped += 1  # the scaler skips it
 
     def _skip_unless_finite(self, optimizer: Optimizer, norm: Tensor) -> None:
-        if norm.device.type == "cuda" and reads_found_inf(optimizer):
+        if is_asynchronous(norm.device) and reads_found_inf(optimizer):
             # The host doesn't wait for the device. Beyond the allowed number, all updates are
             # skipped: the weights stay until the host reads that number, and ends the run.
             skip = ~norm.isfinite() | (self.skipped > self.max_skipped)
@@ -130,6 +130,11 @@ class FreeGradients(StepCallback):
         """Free them; DDP's buckets stay, where they may be."""
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether the host would wait for the device to read a number."""
+    return device.type == "cuda"
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:

@@ -22,7 +22,7 @@ def flipping(kind, rank=0):
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [("gradient", "the gradient of "), ("token", "its tokens"), ("weight", "the weights of ranks")],
+    [("gradient", "the gradient of "), ("token", "its batch"), ("weight", "the weights of ranks")],
 )
 def test_a_flipped_bit_on_one_rank_ends_the_run_and_is_named(command, kind, what):
     words = [*SHORT, *TWO, *flipping(kind, rank=1), "guard.verify_every=1", "run_dir=run"]

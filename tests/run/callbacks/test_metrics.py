@@ -31,7 +31,7 @@ class Recorder(Callback):
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
     def on_validation_end(self, trainer, pl_module):
-        self.val_losses[trainer.global_step] = pl_module.val_loss
+        self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
 
 
 def measured(run, path, *callbacks):

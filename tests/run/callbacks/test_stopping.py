@@ -47,7 +47,7 @@ class Validations(Callback):
         self.losses = {}
 
     def on_validation_end(self, trainer, pl_module):
-        self.losses[trainer.global_step] = pl_module.val_loss
+        self.losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
 
 
 def fit(run, folder, *callbacks, ckpt_path=None):

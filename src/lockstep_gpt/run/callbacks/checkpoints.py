@@ -92,8 +92,7 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save if due, among the best so far, or the last because a callback stops the run."""
         step = trainer.global_step
-        loss = pl_module.val_loss
-        assert loss is not None
+        loss = float(trainer.callback_metrics["val/loss"])
         if self.urgent or trainer.should_stop or self.is_due(step) or self.is_best(step, loss):
             self.losses[step] = loss
             self.last_validated = step
