@@ -15,7 +15,6 @@ import os
 import socket
 import statistics
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch.multiprocessing as mp
 from benchmark_task import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.distributed.exact_sums import GradientSums
+from lockstep_gpt.distributed.exact_sums import ExactSums
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 
@@ -45,27 +44,25 @@ class Loop:
         self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, fused=True)
         self.accumulation = leaves // ranks
         self.batch = torch.randint(shape["vocab"], (shape["B"] // leaves, shape["T"] + 1))
-        self.sums = GradientSums() if exact else None
-        self.module = SimpleNamespace(model=gpt, modules=gpt.modules, device=torch.device("cpu"))
-        self.module.loss_factor = 1.0
-        strategy = SimpleNamespace(model=self.model)
-        known = {"world_size": ranks, "accumulate_grad_batches": self.accumulation}
-        if self.sums:
-            trainer: Any = SimpleNamespace(strategy=strategy, **known)
-            self.sums.on_train_start(trainer, self.module)
+        self.sums: ExactSums | None = None
+        self.factor = 1.0
+        if exact:
+            self.sums = ExactSums(gpt, ranks, torch.device("cpu"), in_ddp=ranks > 1)
+            self.factor = self.sums.factor(self.accumulation)
+            if ranks > 1:
+                self.model.register_comm_hook(None, self.sums.exchange)
 
     def step(self) -> float:
         """Run one update; return its seconds."""
         started = time.perf_counter()
         for leaf in range(self.accumulation):
-            self.module.leaf = leaf
-            waits = leaf < self.accumulation - 1 and hasattr(self.model, "no_sync")
+            is_last = leaf == self.accumulation - 1
+            waits = not is_last and hasattr(self.model, "no_sync")
             with self.model.no_sync() if waits else contextlib.nullcontext():
                 loss = self.model(self.batch[:, :-1], self.batch[:, 1:])
-                (loss / self.accumulation * self.module.loss_factor).backward()
+                (loss / self.accumulation * self.factor).backward()
             if self.sums:
-                unused: Any = None
-                self.sums.on_after_backward(unused, self.module)
+                self.sums.add(is_last)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - started

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
@@ -226,7 +227,8 @@ def test_a_restored_optimizer_keeps_no_number_in_the_file(new_run, tmp_path):
     run.fit(run.checkpoints(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
     expected = torch.load(path)["optimizer_states"][0]["state"]
-    optimizer = new_run().module.configure_optimizers()["optimizer"]
+    run = new_run()
+    optimizer = run.module.make_optimizer(run.module.model, single_device("cpu"))
     optimizer.load_state_dict(read_verified(verify(path))["optimizer_states"][0])
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))

@@ -252,7 +252,7 @@ def make_optimizer(
 
 def build_metrics(config: Config, batch: BatchPlan, model: GPT) -> Metrics:
     """Return what measures the run."""
-    peak = config.peak_tflops or peak_here(config.precision)
+    peak = config.peak_tflops or peak_here(config.trainer["accelerator"], config.precision)
     return Metrics(
         config.log_every,
         batch.tokens_per_step,

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep_gpt.distributed.exact_sums import GradientSums
 from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.fitting import Room
@@ -153,17 +152,17 @@ def test_buckets_without_views_are_a_second_copy_of_the_gradients(composed):
 class Held(lightning.Callback):
     """Finds the most bytes of gradients, sums of gradients, and DDP's buckets in a step."""
 
-    def __init__(self, sums):
-        self.sums = sums
+    def __init__(self):
         self.most = 0
         self.in_buckets = None  # storages that are buckets
 
     def on_before_backward(self, trainer, pl_module, _loss=None):
         if self.in_buckets is None:  # in the first step
             return
-        gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
-        for callback in self.sums:
-            gradients += chain.from_iterable(callback._sums.partial())
+        present = (weight.grad for weight in pl_module.parameters())
+        gradients = [gradient for gradient in present if gradient is not None]
+        if trainer.strategy.exact is not None:
+            gradients += chain.from_iterable(trainer.strategy.exact._sums.partial())
         storages = [each.untyped_storage() for each in gradients]
         sizes = {each.data_ptr(): each.nbytes() for each in storages}
         beside = sum(size for place, size in sizes.items() if place not in self.in_buckets)
@@ -171,9 +170,12 @@ class Held(lightning.Callback):
         held = beside + sum(bucket.buffer().nbytes for bucket in buckets)
         self.most = max(self.most, held)
 
+    def on_train_batch_start(self, trainer, _module, _batch, batch_idx):
+        self.is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
     def on_after_backward(self, trainer, pl_module):
-        if pl_module.leaf == trainer.accumulate_grad_batches - 1:
-            gradients = [weight.grad for weight in pl_module.trained]
+        if self.is_last:
+            gradients = [weight.grad for weight in pl_module.parameters()]
             places = {each.untyped_storage().data_ptr() for each in gradients}
             is_view = trainer.strategy.model.gradient_as_bucket_view
             self.in_buckets = places if is_view else set()
@@ -202,14 +204,14 @@ def test_gradients_and_buckets_of_two_ranks_take_the_predicted_bytes(
 
     def fit(_rank):
         run = new_run(batch=sizes)
-        sums = [GradientSums()] if name == "exact" else []
-        held = Held(sums)
+        held = Held()
         place = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
-        run.fit(held, *sums, strategy=ddp(**place, **strategy), devices=2)
+        threads = 1 if name == "exact" else None
+        run.fit(held, strategy=ddp(**place, **strategy, exact_threads=threads), devices=2)
         return held.most
 
     run = new_run(batch={**sizes, "global_size": 4 * accumulation}, strategy=strategy)
-    room = Room.of(run.config, HARDWARE["h100"], run.module.tokenizer.vocab_size)
+    room = Room.of(run.config, HARDWARE["h100"], run.module.model.vocab_size)
     memory = room.memory(2, 2)
     predicted_bytes = memory.gradients + memory.buckets + memory.copies - room.alone.copies
     assert predicted_bytes == copies[accumulation] * memory.gradients

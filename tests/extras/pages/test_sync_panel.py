@@ -19,7 +19,9 @@ from lockstep_gpt.extras.pages.recordings import read_recordings
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.building import counted_targets
+from lockstep_gpt.training.clipping import ClipAndSkip
+from lockstep_gpt.training.counted_targets import CountTargets
 
 ON_TWO = [
     "trainer=cpu",
@@ -280,11 +282,13 @@ def record_some_targets(new_run, folder, world_size=1, **place):
     logged = {}
 
     class Norms(lightning.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            if pl_module.grad_norm is not None:  # after the first step
-                logged[trainer.global_step] = float(pl_module.grad_norm)
+        def on_train_batch_end(self, trainer, *_):
+            clip = next(each for each in trainer.callbacks if isinstance(each, ClipAndSkip))
+            if clip.norm is not None:  # after the first step
+                logged[trainer.global_step] = float(clip.norm)
 
-    run.fit(CountedTargets(run.config), panel, batches, Norms(), logger=file, **place)
+    counts = CountTargets(counted_targets, typical=24)
+    run.fit(counts, panel, batches, Norms(), logger=file, **place)
     return batches.steps, panel.noise, logged
 
 

@@ -74,4 +74,4 @@ def test_the_state_of_a_step_knows_the_checkpoint_of_that_step(kept, directory):
     assert (newest.step, older.step) == (6, 3)
     losses = read_state(older)["callbacks"][checkpoints.state_key]["losses"]
     assert [*losses] == [3]
-    assert run.module.config.checkpoint.memory == 3
+    assert run.config.checkpoint.memory == 3

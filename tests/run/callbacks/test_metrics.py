@@ -1,5 +1,6 @@
 import copy
 import csv
+import dataclasses
 import math
 import time
 from resource import RUSAGE_SELF, getrusage
@@ -12,10 +13,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
-from lockstep_gpt.run.callbacks.metrics import Metrics, peak_memory, peak_tflops
+from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here, peak_memory
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
+from lockstep_gpt.training.building import build_metrics
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 
@@ -153,29 +155,33 @@ def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tm
     ],
 )
 def test_the_peak_is_that_of_all_gpus_by_their_name_or_as_it_is_set(
-    monkeypatch, device, settings, peak
+    new_run, monkeypatch, device, settings, peak
 ):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    run = new_run()
     config = Config(max_steps=1, trainer={"accelerator": "cuda"}, **settings)
-    assert peak_tflops(config, world_size=4) == peak
+    batch = dataclasses.replace(run.batch, devices=4)
+    assert build_metrics(config, batch, run.module.model).peak_tflops == peak
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "mps"])
-def test_other_devices_have_a_peak_only_if_it_is_set(monkeypatch, accelerator):
+def test_other_devices_have_a_peak_only_if_it_is_set(new_run, monkeypatch, accelerator):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: pytest.fail("there is no GPU"))
+    run = new_run()
     config = Config(max_steps=1, trainer={"accelerator": accelerator})
-    assert peak_tflops(config, world_size=2) is None
+    batch = dataclasses.replace(run.batch, devices=2)
+    assert build_metrics(config, batch, run.module.model).peak_tflops is None
     config.peak_tflops = 3.0
-    assert peak_tflops(config, world_size=2) == 6.0
+    assert build_metrics(config, batch, run.module.model).peak_tflops == 6.0
 
 
 @pytest.mark.parametrize(("device", "peak"), [("NVIDIA L4", 60e12), ("A GPU of tomorrow", None)])
 def test_utilisation_uses_the_peak_of_the_gpu_that_cuda_names(new_run, monkeypatch, device, peak):
     run = new_run(max_steps=4, log_every=4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    on_a_gpu = Config(max_steps=4, trainer={"accelerator": "cuda"})
     flops = run.module.model.flops_per_token
-    metrics = Metrics(4, run.batch.tokens_per_step, flops, peak_tflops(on_a_gpu, world_size=1))
+    peak_of_one = peak_here("cuda", "bf16-mixed")
+    metrics = Metrics(4, run.batch.tokens_per_step, flops, peak_of_one)
     run.fit(metrics)
     speed = metrics.row["throughput/tokens_per_second"]
     expected = None if peak is None else pytest.approx(speed * flops / peak)

@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -8,15 +7,9 @@ import termios
 from types import SimpleNamespace
 
 import pytest
-from lightning import LightningDataModule
 
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.progress import Progress, Sample, prompt_from
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.run.callbacks.progress import Progress
 
 LINE = (
     r"step (\d)/7  loss \d\.\d{4}  lr \d\.\d\de[+-]\d\d  "
@@ -110,75 +103,3 @@ def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
     row = {"throughput/tokens_per_second": value, "train/loss": 1, "optim/lr": 1}
     progress._metrics = SimpleNamespace(row={**row, "data/wait_share": 0})
     assert f"  {text} tok/s" in progress._values()
-
-
-@pytest.fixture
-def sampled(new_run, caplog):
-    """Fit a byte-level model and return its sample."""
-
-    def fit(**changes):
-        run = new_run(max_steps=2)
-        run.module = GPTModule(run.config, run.schedule, ByteTokenizer())
-        caplog.clear()
-        caplog.set_level(logging.INFO, "lockstep_gpt")
-        run.fit(Sample(**{"prompt": "def f", "length": 20, "temperature": 0.8, **changes}))
-        (text,) = our_messages(caplog)
-        return text
-
-    return fit
-
-
-def test_a_sample_continues_the_prompt_when_training_ends(sampled):
-    text = sampled()
-    assert text.startswith("\nsample\n  | def f")
-    assert len(text) > 30
-
-
-def test_a_sample_depends_only_on_the_weights(sampled):
-    assert sampled() == sampled() != sampled(temperature=2.0)
-
-
-class Numbers(ByteTokenizer):
-    end_of_text = None
-
-
-def test_a_model_trained_on_numbers_prints_no_sample(new_run, caplog):
-    run = new_run(max_steps=2)
-    run.module = GPTModule(run.config, run.schedule, Numbers())
-    caplog.set_level(logging.INFO, "lockstep_gpt")
-    run.fit(Sample("def f", 20, 0.8))
-    assert our_messages(caplog) == []
-
-
-def validation_text(folder, text):
-    """Prepare a text, and return the data module that reads it."""
-    (folder / "text.txt").write_text(text, "utf-8")
-    prepared = prepare(Text(path=str(folder / "text.txt"), root=str(folder / "data")))
-    return TokenDataModule(prepared, block_size=64, micro_size=2, accumulation=2, seed=0)
-
-
-def test_without_a_prompt_the_sample_continues_the_validation_text(new_run, caplog, tmp_path):
-    run = new_run(max_steps=2, model={"block_size": 64})
-    run.module = GPTModule(run.config, run.schedule, ByteTokenizer())
-    text = "One line has six words.\n" * 2000
-    run = dataclasses.replace(run, data=validation_text(tmp_path, text))
-    caplog.set_level(logging.INFO, "lockstep_gpt")
-    run.fit(Sample(None, 20, 0.8))
-    assert our_messages(caplog)[0].startswith("\nsample\n  | One line has")
-
-
-@pytest.mark.parametrize("ends", [" ", "\n"])
-def test_the_prompt_is_three_readable_words_of_the_validation_text(tmp_path, ends):
-    text = f"Wörter, die leicht folgen.{ends}" * 2000
-    prompt = prompt_from(validation_text(tmp_path, text), ByteTokenizer())
-    assert len(prompt.split()) == 3
-    assert prompt in text
-
-
-def test_the_prompt_begins_a_line_if_the_text_has_lines(tmp_path):
-    data = validation_text(tmp_path, "One line has six words.\n" * 2000)
-    assert prompt_from(data, ByteTokenizer()) == "One line has"
-
-
-def test_data_of_the_user_s_own_has_no_prompt():
-    assert prompt_from(LightningDataModule(), ByteTokenizer()) == ""

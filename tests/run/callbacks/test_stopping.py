@@ -20,6 +20,7 @@ from lockstep_gpt.run.callbacks.stopping import (
 )
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.memory.turns import KEEP, NOT_NOW, NOTHING
+from lockstep_gpt.training import clipping
 
 
 @pytest.fixture(autouse=True)
@@ -238,8 +239,9 @@ class ReadsPerStep(Callback):
             self.after.append(self.reads.count)
 
 
-def test_no_step_but_a_logged_one_waits_for_the_device(new_run):
+def test_no_step_but_a_logged_one_waits_for_the_device(new_run, monkeypatch):
     run = new_run(max_steps=9, val_every=9, log_every=4)
+    monkeypatch.setattr(clipping, "is_asynchronous", lambda _device: True)  # as a GPU
     with Reads() as reads:
         per_step = ReadsPerStep(reads)
         run.fit(per_step, Metrics(4, 1))

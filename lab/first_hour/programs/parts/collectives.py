@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from clock import DEVICE, DRY, show, synchronize
 from torch import Tensor, nn
 
-from lockstep_gpt.distributed.exact_sums import GradientSums
+from lockstep_gpt.distributed.exact_sums import ExactSums
 from lockstep_gpt.distributed.gathering import ALL_GATHER, gather_stacks
 from lockstep_gpt.distributed.matrix_exchange import MatrixExchange
 from lockstep_gpt.training.orthogonalization import flops_of, orthogonalized
@@ -99,13 +98,11 @@ def gradients(exact: bool) -> list[Tensor]:
     data = torch.randn(16, 257, device=DEVICE)
     model: nn.Module = layers
     if exact:
-        model = in_ddp(layers, BUCKET)
-        module: Any = nn.Module()
-        module.model = layers
-        module.device = torch.device(DEVICE)
-        strategy = SimpleNamespace(model=model)
-        trainer: Any = SimpleNamespace(world_size=1, accumulate_grad_batches=1, strategy=strategy)
-        GradientSums().on_train_start(trainer, module)
+        wrapped = in_ddp(layers, BUCKET)
+        sums = ExactSums(layers, 1, torch.device(DEVICE), in_ddp=True)
+        sums.factor(1)
+        wrapped.register_comm_hook(None, sums.exchange)
+        model = wrapped
     for _ in range(STEPS):
         model.zero_grad()
         model(data).square().mean().backward()

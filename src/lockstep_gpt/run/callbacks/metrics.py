@@ -24,9 +24,9 @@ from lockstep_gpt.training.means import Mean, entries_of_ranks, means_of
 logger = logging.getLogger(__name__)
 
 
-def peak_here(precision: str) -> float | None:
-    """Return the peak of this rank's GPU in TFLOP/s, if known."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def peak_here(accelerator: str, precision: str) -> float | None:
+    """Return the peak of this rank's device in TFLOP/s, if known: of GPUs by NVIDIA."""
+    if accelerator != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(), precision)
 
