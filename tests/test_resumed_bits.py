@@ -86,7 +86,7 @@ def check(folder, weights):
     ours, theirs = read(folder / "again", 6), read(folder / "whole", 6)
     for part in ("state_dict", "optimizer_states"):
         assert_equal_bits(ours[part], theirs[part])
-    assert sorted(ours["means"]["train/loss"]) == sorted(theirs["means"]["train/loss"])
+    assert ours["means"]["train/loss"] == theirs["means"]["train/loss"] != []
 
 
 @pytest.mark.slow

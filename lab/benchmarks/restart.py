@@ -49,7 +49,7 @@ PARTS = {
     "imports, the lock, configuration": ">assemble",
     "ranks have joined": "<join",
     "data": "<build_data",
-    "model": "<GPTModule",
+    "model": "<build_module",
     "which state to resume": "<state_to_resume",
     "loggers": "<build_loggers",
     "Trainer": "<build_trainer",

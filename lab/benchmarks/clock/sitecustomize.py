@@ -21,7 +21,7 @@ PLACES = {
         "assemble",
         "join",
         "build_data",
-        "GPTModule",
+        "build_module",
         "state_to_resume",
         "build_loggers",
         "build_trainer",

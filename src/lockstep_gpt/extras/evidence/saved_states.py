@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What a run goes on from. The rest depends on where it was saved, or says what computed it.
-COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "step_losses")
-SCALARS = ("global_step", "samples", "tokens", "skipped")
-SINCE_0_2 = ("step_losses.",)  # a run of an earlier version didn't save them
+COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "means")
+SCALARS = ("global_step", "samples", "tokens")
+SINCE_0_2 = ("means.",)  # a run of an earlier version didn't save them
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -47,7 +47,7 @@ def _leaves(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 def _title(keys: tuple[Any, ...], names: list[str]) -> str:
     if keys[0] == "state_dict":
-        return str(keys[1]).removeprefix("model.")
+        return str(keys[1])
     if keys[0] == "optimizer_states" and keys[2] == "state":
         return f"the optimizer's {keys[4]} of {names[keys[3]]}"
     return ".".join(map(str, keys))

@@ -199,7 +199,7 @@ class Metrics(StepCallback):
         """Save what the means have so far; every rank must call this."""
         table = entries_of_ranks(means_of(pl_module))
         checkpoint["means"] = {
-            name: [[*entry] for entries in ranks for entry in entries]
+            name: sorted([*entry] for entries in ranks for entry in entries)
             for name, ranks in table.items()
         }
 
