@@ -34,6 +34,7 @@ from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoin
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.building import progress_of
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.schedule import (
@@ -64,11 +65,13 @@ class Run:
     content: dict
 
     def checkpoints(self, folder):
+        settings = self.config.checkpoint
         return Checkpoints(
             folder,
-            self.config,
-            self.content,
-            self.schedule.total_steps,
+            every=settings.every,
+            keep_last=settings.keep_last,
+            keep_best=settings.keep_best,
+            content=lambda trainer: {**self.content, **progress_of(trainer, self.batch)},
         )
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, **settings):

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -22,6 +23,7 @@ from lockstep_gpt.distributed.ranks import (
     leave,
     lost_peers,
 )
+from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model import cpu_kernels
@@ -30,7 +32,6 @@ from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
-from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.progress import prompt_from
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
@@ -38,6 +39,7 @@ from lockstep_gpt.run.callbacks.stopping import (
     stop_before_first_step,
 )
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -55,11 +57,13 @@ from lockstep_gpt.training.building import (
     build_checkpoints,
     build_guards,
     build_loggers,
+    build_overhead,
     build_trainer,
     guard_loggers,
 )
 from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.initial_weights import load_initial_weights
+from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
@@ -110,7 +114,8 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
-            status = report_failure(directory, config, ranks, error, terminal)
+            remedy = less_memory(config, ranks.world_size)
+            status = report_failure(directory, ranks, error, terminal, remedy)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)
@@ -123,8 +128,11 @@ def assemble(
     """Make everything that a run needs, from the ranks' connection to the Trainer."""
     # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
-    record_collectives(backend_of(config), directory.rank_logs)
-    join(ranks, config, store)
+    accelerator = config.trainer["accelerator"]
+    backend = backend_of(accelerator, config.strategy.get("process_group_backend"))
+    timeout = config.longest_wait
+    record_collectives(backend, directory.rank_logs)
+    join(ranks, store, accelerator=accelerator, backend=backend, timeout=timeout)
     config = kernels.decided(config, directory)
     kernels.use(config)
     torch.manual_seed(config.seed)
@@ -137,19 +145,32 @@ def assemble(
 
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
-    disk = checkpoint_io(directory, config, hashes)
-    writer = writer_of(directory, config, ranks)
+    disk = checkpoint_io(
+        directory,
+        hashes,
+        background=config.checkpoint.background,
+        copy_to=copies_of_run(config, directory),
+        continues=config.resume == "auto",
+    )
+    writer = build_writer(config, directory, ranks)
     resume = weights_to_begin_with(directory, config, module, writer)
     disk.verified = resume
 
     # What watches and keeps the run, and the Trainer.
     metrics = build_metrics(config, batch, module)
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
-    checkpoints = build_checkpoints(directory, module)
+    checkpoints = build_checkpoints(directory, module, batch)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    overhead = Overhead(config, checkpoints)
-    memory = StateInMemory(config, checkpoints, hashes, writer)
-    stop = GracefulStop(checkpoints, memory.turns)
+    overhead = build_overhead(config, checkpoints, batch, data)
+    memory = StateInMemory(
+        checkpoints,
+        hashes,
+        writer,
+        every=config.checkpoint.memory,
+        loses_error=config.loses_error,
+        saves_parts=config.saves_parts,
+    )
+    stop = GracefulStop(checkpoints, memory.turns, timeout)
     loggers = build_loggers(trackers, directory, batch, module)
     trainer = build_trainer(
         config,
@@ -174,12 +195,50 @@ def weights_to_begin_with(
 ) -> VerifiedCheckpoint | KeptState | None:
     """Return what to resume from; without it, load initial weights, if the model has a source."""
     refuse_other_directory(directory)
-    resume = state_to_resume(directory, config, module, writer)
+    resume = state_to_resume(
+        directory,
+        module,
+        config.resume,
+        force=config.resume_force,
+        in_memory=config.checkpoint.memory is not False,
+        writer=writer,
+        fetch_copy=partial(fetch_copy, config, directory),
+        saves_parts=config.saves_parts,
+        loses_error=config.loses_error,
+        timeout=config.longest_wait,
+    )
     if isinstance(resume, VerifiedCheckpoint) and resume.path.parent != directory.checkpoints:
         ending.refuse_finished(config, resume, module.schedule.total_steps)
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, module.tokenizer)
     return resume
+
+
+def copies_of_run(config: Config, directory: RunDirectory) -> str | None:
+    """Return where copies of the run's checkpoints go; None: there are none."""
+    copy_to = config.checkpoint.copy_to
+    return copies_of(config.run_dir or directory.path, copy_to) if copy_to else None
+
+
+def fetch_copy(config: Config, directory: RunDirectory) -> VerifiedCheckpoint | None:
+    """Fetch the run's newest copy of a checkpoint, if there is one."""
+    copy_to = config.checkpoint.copy_to
+    if not copy_to:
+        return None
+    return fetch(directory, config.run_dir or directory.path, copy_to, force=config.resume_force)
+
+
+def build_writer(config: Config, directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
+    """Return what writes this machine's states in memory, on the ranks that do."""
+    if config.checkpoint.memory is False:
+        return None
+    return writer_of(
+        directory,
+        ranks,
+        sharded=is_sharded(config.strategy.get("_target_"), ranks.world_size),
+        tensor_parallel=config.tensor_parallel,
+        timeout=config.longest_wait,
+    )
 
 
 def build_metrics(config: Config, batch: BatchPlan, module: GPTModule) -> Metrics:

@@ -62,10 +62,11 @@ class Progress(StepCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the validation loss on a permanent line."""
-        if trainer.is_global_zero:
+        loss = trainer.callback_metrics.get("val/loss")
+        if trainer.is_global_zero and loss is not None:
             total = trainer.max_steps
             step = f"step {trainer.global_step:{len(str(total))}}/{total}"
-            logger.info("%s  val_loss %.4f", step, pl_module.val_loss)
+            logger.info("%s  val_loss %.4f", step, loss)
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Leave the bar on the screen, and the next line free for an error."""
