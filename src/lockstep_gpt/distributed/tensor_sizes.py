@@ -39,12 +39,10 @@ def refuse_unsplittable(
     check("strategy.save_parts", saves_parts, not saves_parts, rule)
 
 
-def refuse_unequal_noise(parts: int, dropout: float, *, has_gpus: bool) -> None:
-    """Raise a `UserError` for dropout that would differ from one device's.
+def refuse_unequal_noise(parts: int, dropout: float) -> None:
+    """Raise a `UserError` for dropout on GPUs, of which several split a model.
 
-    The kernels of GPUs draw attention's noise themselves, by the number of a head on its device.
+    Their kernels draw attention's noise themselves, by the number of a head on its device.
     """
-    if parts == 1 or not has_gpus:
-        return
     rule = f"differs from one device's on GPUs with {SETTING}={parts}; set it to 0"
     check("model.dropout", dropout, not dropout, rule)

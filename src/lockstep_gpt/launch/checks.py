@@ -108,9 +108,8 @@ def refuse_impossible(config: Config, placement: Placement) -> None:
         apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")
     has_gpus = placement.accelerator == "cuda"
-    tensor_sizes.refuse_unequal_noise(
-        config.tensor_parallel, config.model.dropout, has_gpus=has_gpus
-    )
+    if has_gpus and config.tensor_parallel > 1:
+        tensor_sizes.refuse_unequal_noise(config.tensor_parallel, config.model.dropout)
     uses = f"but this run uses {placement.accelerator}"
     rule = f"needs a GPU, {uses}; set precision=bf16-mixed or 32-true"
     check("precision", config.precision, has_gpus or config.precision != "16-mixed", rule)
