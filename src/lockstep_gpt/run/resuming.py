@@ -72,36 +72,38 @@ def state_to_resume(
         loses_error: whether the strategy accumulates an error that no state has, as powersgd does.
         timeout: the longest wait for another rank in seconds.
     """
-    kept = None
-    if in_memory and not force:
-        kept = _newest_in_memory(directory, writer, timeout)
-    else:
-        _forget_memory(directory)
+    kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory and not force)
     if kept is not None:
         _refuse_lost_error(kept.path, loses_error)
         return kept
-    is_first = Ranks.from_environment().rank == 0
     newest = None
-    if is_first:
+    if Ranks.from_environment().rank == 0:
         newest = _newest_of_run(directory, module, resume, fetch_copy, saves_parts)
     newest = verified_on_each_machine(newest)
-    if newest is not None and not force:
-        _refuse_lost_error(newest.path, loses_error)
-        if is_first:
-            logger.info("continues from step %d, %s", newest.step, newest.path)
-        return newest
     if newest is None and resume in ("none", "auto"):
-        if is_first and directory.has_begun():
-            logger.info("starts at step 0: no state of the run is saved, and none is in memory")
+        _tell_start(directory)
         return None
     checkpoint = newest or _named(resume, directory)
     if force:
         return _forced(checkpoint, directory, module)
-    saved = files.read_verified(checkpoint, whole=False)["config"]
-    refuse_another_identity(f"resume={checkpoint.path}", saved, directory.values())
-    if is_first:
+    if newest is not None:
+        _refuse_lost_error(newest.path, loses_error)
+    else:
+        _refuse_other_settings(checkpoint, directory)
+    if Ranks.from_environment().rank == 0:
         logger.info("continues from step %d, %s", checkpoint.step, checkpoint.path)
     return checkpoint
+
+
+def _refuse_other_settings(checkpoint: VerifiedCheckpoint, directory: RunDirectory) -> None:
+    """Raise a `UserError` if a checkpoint of another run has settings that a run keeps."""
+    saved = files.read_verified(checkpoint, whole=False)["config"]
+    refuse_another_identity(f"resume={checkpoint.path}", saved, directory.values())
+
+
+def _tell_start(directory: RunDirectory) -> None:
+    if Ranks.from_environment().rank == 0 and directory.has_begun():
+        logger.info("starts at step 0: no state of the run is saved, and none is in memory")
 
 
 def _named(resume: str, directory: RunDirectory) -> VerifiedCheckpoint:
@@ -135,14 +137,18 @@ def _forced(
 
 
 def _newest_in_memory(
-    directory: RunDirectory, writer: MemoryWriter | None, timeout: float
+    directory: RunDirectory, writer: MemoryWriter | None, timeout: float, *, may_take: bool
 ) -> KeptState | None:
     """Return the newest state in memory, if no checkpoint is newer; none is read for this.
 
-    Every rank must call this.
+    Every rank must call this. If none may be taken, all are removed.
     """
     identity = identity_of(directory)
     if identity is None:
+        return None
+    if not may_take:
+        if Ranks.from_environment().local_rank == 0:
+            remove_states(identity)  # the run leaves them behind
         return None
     saved = 0
     fault = None
@@ -161,13 +167,6 @@ def _newest_in_memory(
     if is_rank_zero():
         _tell_recovery(directory, kept, fault)
     return kept
-
-
-def _forget_memory(directory: RunDirectory) -> None:
-    """Remove this machine's states, on its first rank: the run leaves them behind."""
-    identity = identity_of(directory)
-    if identity is not None and Ranks.from_environment().local_rank == 0:
-        remove_states(identity)
 
 
 def _tell_recovery(directory: RunDirectory, kept: KeptState, fault: UserError | None) -> None:

@@ -30,6 +30,7 @@ from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.progress import prompt_from
@@ -128,11 +129,7 @@ def assemble(
     """Make everything that a run needs, from the ranks' connection to the Trainer."""
     # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
-    accelerator = config.trainer["accelerator"]
-    backend = backend_of(accelerator, config.strategy.get("process_group_backend"))
-    timeout = config.longest_wait
-    record_collectives(backend, directory.rank_logs)
-    join(ranks, store, accelerator=accelerator, backend=backend, timeout=timeout)
+    join_others(config, directory, ranks, store)
     config = kernels.decided(config, directory)
     kernels.use(config)
     torch.manual_seed(config.seed)
@@ -145,13 +142,7 @@ def assemble(
 
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
-    disk = checkpoint_io(
-        directory,
-        hashes,
-        background=config.checkpoint.background,
-        copy_to=copies_of_run(config, directory),
-        continues=config.resume == "auto",
-    )
+    disk = build_disk(config, directory, hashes)
     writer = build_writer(config, directory, ranks)
     resume = weights_to_begin_with(directory, config, module, writer)
     disk.verified = resume
@@ -162,15 +153,8 @@ def assemble(
     checkpoints = build_checkpoints(directory, module, batch)
     guards = build_guards(directory, config, ranks.rank, terminal)
     overhead = build_overhead(config, checkpoints, batch, data)
-    memory = StateInMemory(
-        checkpoints,
-        hashes,
-        writer,
-        every=config.checkpoint.memory,
-        loses_error=config.loses_error,
-        saves_parts=config.saves_parts,
-    )
-    stop = GracefulStop(checkpoints, memory.turns, timeout)
+    memory = build_memory(config, checkpoints, hashes, writer)
+    stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
     loggers = build_loggers(trackers, directory, batch, module)
     trainer = build_trainer(
         config,
@@ -188,6 +172,14 @@ def assemble(
     return Training(
         directory, ranks.rank, batch, data, module, resume, metrics, metrics_file, trainer
     )
+
+
+def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: Store | None) -> None:
+    """Connect to the other ranks; NCCL's last collectives are recorded from then on."""
+    accelerator = config.trainer["accelerator"]
+    backend = backend_of(accelerator, config.strategy.get("process_group_backend"))
+    record_collectives(backend, directory.rank_logs)
+    join(ranks, store, accelerator=accelerator, backend=backend, timeout=config.longest_wait)
 
 
 def weights_to_begin_with(
@@ -214,10 +206,16 @@ def weights_to_begin_with(
     return resume
 
 
-def copies_of_run(config: Config, directory: RunDirectory) -> str | None:
-    """Return where copies of the run's checkpoints go; None: there are none."""
+def build_disk(config: Config, directory: RunDirectory, hashes: WeightHashes) -> AtomicCheckpointIO:
+    """Return what writes the run's checkpoints, and copies of them if that is set."""
     copy_to = config.checkpoint.copy_to
-    return copies_of(config.run_dir or directory.path, copy_to) if copy_to else None
+    return checkpoint_io(
+        directory,
+        hashes,
+        background=config.checkpoint.background,
+        copy_to=copies_of(config.run_dir or directory.path, copy_to) if copy_to else None,
+        continues=config.resume == "auto",
+    )
 
 
 def fetch_copy(config: Config, directory: RunDirectory) -> VerifiedCheckpoint | None:
@@ -238,6 +236,20 @@ def build_writer(config: Config, directory: RunDirectory, ranks: Ranks) -> Memor
         sharded=is_sharded(config.strategy.get("_target_"), ranks.world_size),
         tensor_parallel=config.tensor_parallel,
         timeout=config.longest_wait,
+    )
+
+
+def build_memory(
+    config: Config, checkpoints: Checkpoints, hashes: WeightHashes, writer: MemoryWriter | None
+) -> StateInMemory:
+    """Return what keeps the newest state in memory."""
+    return StateInMemory(
+        checkpoints,
+        hashes,
+        writer,
+        every=config.checkpoint.memory,
+        loses_error=config.loses_error,
+        saves_parts=config.saves_parts,
     )
 
 
