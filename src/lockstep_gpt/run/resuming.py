@@ -90,8 +90,7 @@ def state_to_resume(
         _refuse_lost_error(newest.path, loses_error)
     else:
         _refuse_other_settings(checkpoint, directory)
-    if Ranks.from_environment().rank == 0:
-        logger.info("continues from step %d, %s", checkpoint.step, checkpoint.path)
+    _tell_checkpoint(checkpoint)
     return checkpoint
 
 
@@ -99,6 +98,11 @@ def _refuse_other_settings(checkpoint: VerifiedCheckpoint, directory: RunDirecto
     """Raise a `UserError` if a checkpoint of another run has settings that a run keeps."""
     saved = files.read_verified(checkpoint, whole=False)["config"]
     refuse_another_identity(f"resume={checkpoint.path}", saved, directory.values())
+
+
+def _tell_checkpoint(checkpoint: VerifiedCheckpoint) -> None:
+    if Ranks.from_environment().rank == 0:
+        logger.info("continues from step %d, %s", checkpoint.step, checkpoint.path)
 
 
 def _tell_start(directory: RunDirectory) -> None:
