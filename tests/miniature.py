@@ -36,7 +36,7 @@ from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.building import build_module
+from lockstep_gpt.training.building import build_module, progress_of
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim_settings import OptimConfig
@@ -74,11 +74,13 @@ class Run:
         return ClipAndSkip(self.config.optim.clip_norm, self.config.guard.max_skipped)
 
     def checkpoints(self, folder):
+        settings = self.config.checkpoint
         return Checkpoints(
             folder,
-            self.config,
-            self.content,
-            self.schedule.total_steps,
+            every=settings.every,
+            keep_last=settings.keep_last,
+            keep_best=settings.keep_best,
+            content=lambda trainer: {**self.content, **progress_of(trainer, self.batch)},
         )
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, **settings):

@@ -245,11 +245,8 @@ if pid:
     os.kill(pid, signal.SIGCONT)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 os.setpgid(0, 0)
-guard = SimpleNamespace(stall_after=6, replicas_every=None)
-config = SimpleNamespace(guard=guard, strategy={}, trainer={"accelerator": "cpu"})
-directory = SimpleNamespace(record_failure=print, rank_logs=None)
-guards = Guards(config, directory, 0, sys.stderr)
-guards.on_train_start(SimpleNamespace(global_step=0, world_size=1), None)
+guards = Guards(stall_after=6, replicas_every=None)
+guards.on_train_start(SimpleNamespace(global_step=0, global_rank=0, world_size=1), None)
 os.kill(os.getpid(), signal.SIGTSTP)
 time.sleep(1.5)  # more than twice the time between its looks
 guards.on_train_end()

@@ -112,6 +112,21 @@ class Config(Checked):
         size: int = self.strategy.get("tensor_parallel", 1)
         return size
 
+    @property
+    def longest_wait(self) -> float:
+        """How many seconds a rank waits for another one."""
+        return float(self.strategy.get("timeout_seconds", 1800))
+
+    @property
+    def loses_error(self) -> bool:
+        """Whether the strategy accumulates an error that no state of the run has."""
+        return bool(self.strategy.get("comm_hook") == "powersgd")
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether each rank saves its shards of a checkpoint."""
+        return bool(self.strategy.get("save_parts", False))
+
 
 def _refuse_without_class(path: str, node: Any) -> None:
     """Raise a `UserError` if a callback or a logger is a value, or names no class.

@@ -59,6 +59,13 @@ def is_accumulating(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def validation_follows(trainer: Trainer) -> bool:
+    """Return whether a validation follows the micro-batch that ends; there's no public answer."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None, "there is one while it trains"
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint would have; the public way also writes it. Every rank must call it.
 

@@ -2,7 +2,6 @@
 
 import torch
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.settings import counted
 from lockstep_gpt.training.batch_settings import BatchConfig
@@ -11,9 +10,9 @@ from lockstep_gpt.training.schedule import plan_batch
 
 def said(devices=2, **batch):
     batch = BatchConfig(global_size=48, **batch)
-    config = Config(max_steps=9, batch=batch, trainer={"accelerator": "cpu"})
     plan = plan_batch(batch, 64, devices, 1)
-    return sums_line(config, plan.global_size, plan.micro_size, plan.accumulation)
+    is_exact = batch.exact_micro_size is not None
+    return sums_line(plan.global_size, plan.micro_size, plan.accumulation, is_exact=is_exact)
 
 
 def test_the_receipt_names_devices_with_equal_bits():

@@ -69,9 +69,8 @@ def test_as_many_copies_of_the_gradients_are_kept_as_the_plan_says(count):
     for value in leaves(count):
         most = max(most, len(sums.partial()))
         sums.add([value])
-    batch = BatchConfig(global_size=count, exact_micro_size=1)
-    assert most == gradient_copies(batch, count) <= math.log2(count)
-    assert gradient_copies(BatchConfig(global_size=count), count) == 0
+    assert most == gradient_copies(count, is_exact=True) <= math.log2(count)
+    assert gradient_copies(count, is_exact=False) == 0
 
 
 def test_the_error_of_the_tree_is_far_below_that_of_a_sum_one_by_one():

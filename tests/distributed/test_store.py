@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import ranks
 from lockstep_gpt.distributed.store import _name_of_start, _wait_for_address
 from lockstep_gpt.distributed.waiting import MeetingError, Waiting
@@ -49,7 +48,7 @@ def joined(monkeypatch):
 
         def run(rank):
             os.environ["RANK"] = str(rank)
-            join(ranks.Ranks(rank, rank, 2, 2), Config(max_steps=1, trainer={"accelerator": "cpu"}))
+            join(ranks.Ranks(rank, rank, 2, 2))
             total = torch.tensor(rank + 1)
             dist.all_reduce(total)
             found.put((listeners(port), int(total)))
@@ -79,7 +78,7 @@ def test_no_other_machine_can_connect_to_the_ranks_of_one(joined, address):
 
 
 def test_torch_alone_would_listen_on_all_addresses(joined):
-    def join(_ranks, _config):  # if this fails, torch no longer needs our address
+    def join(_ranks):  # if this fails, torch no longer needs our address
         dist.init_process_group("gloo")
 
     for where, total in joined("127.0.0.1", join):

@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import ranks
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import train
+from lockstep_gpt.training.batch_settings import BatchConfig
 
 
 def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
@@ -24,19 +26,19 @@ def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
     monkeypatch.setattr(ranks, "choose_interfaces", lambda *_: None)
     monkeypatch.setattr(ranks, "meet", lambda *_: None)
     here = ranks.Ranks(rank=5, local_rank=1, world_size=8, local_world_size=4)
-    config = Config(max_steps=1, trainer={"accelerator": "cuda"})
     with pytest.raises(dist.DistBackendError):
-        ranks.join(here, config)
+        ranks.join(here, accelerator="cuda")
     assert done == [("set", torch.device("cuda", 1)), ("nccl", torch.device("cuda", 1))]
 
 
 def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(monkeypatch, tmp_path):
-    def join(*_):
+    def join(*_, **_settings):
         raise dist.DistBackendError
 
     monkeypatch.setattr(train, "join", join)
-    monkeypatch.setattr(train, "report_failure", lambda *parts: type(parts[3]).__name__)
-    config = Config(max_steps=1, trainer={"accelerator": "cpu"})
+    monkeypatch.setattr(train, "report_failure", lambda *parts: type(parts[2]).__name__)
+    parts = {"batch": BatchConfig(), "model": ModelConfig(8, 1, 2, 16)}
+    config = Config(max_steps=1, trainer={"accelerator": "cpu"}, **parts)
     directory = RunDirectory(tmp_path)
     monkeypatch.setattr(directory, "load", lambda: config)
     assert train.main(directory) == "DistBackendError"

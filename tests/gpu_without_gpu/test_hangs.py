@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from lightning import Callback
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.flight_recorder import record_collectives
+from lockstep_gpt.distributed.ranks import backend_of
 from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
 from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
-from lockstep_gpt.run.callbacks.guards import stall_limit
+from lockstep_gpt.run.callbacks.guards import Guards, stall_limit
 from lockstep_gpt.run.run_settings import GuardConfig
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
@@ -148,10 +148,8 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     ],
 )
 def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeout, limit):
-    strategy = {"timeout_seconds": timeout}
-    config = Config(max_steps=1, trainer={"accelerator": accelerator}, strategy=strategy)
-    assert stall_limit(config, stall_after) == limit
-    assert GuardConfig().stall_after == 1800.0
+    assert stall_limit(stall_after, backend_of(accelerator), timeout) == limit
+    assert GuardConfig().stall_after == Guards().stall_after == 1800.0
 
 
 def test_nccl_s_flight_recorder_is_on_before_ranks_meet(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from lightning import Callback
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.ranks import gloo_group, longest_wait
+from lockstep_gpt.distributed.ranks import gloo_group
 from lockstep_gpt.run.callbacks.guards import stall_limit
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
 
@@ -49,7 +49,7 @@ def test_the_mesh_and_the_vote_wait_as_long_as_is_set(
         os.environ.update(rank_environment(number, 2))
         run = new_run(max_steps=1, strategy={"timeout_seconds": SECONDS})
         checkpoints = run.checkpoints(tmp_path)
-        stop = GracefulStop(checkpoints)
+        stop = GracefulStop(checkpoints, timeout=SECONDS)
         waits = Waits(stop)
         strategy = strategies.fsdp2(**FSDP2, tensor_parallel=tensor_parallel)
         run.fit(waits, stop, checkpoints, strategy=strategy, devices=2)
@@ -72,6 +72,6 @@ def test_a_group_of_some_ranks_waits_as_long_as_it_is_told(on_ranks):
 def test_the_guard_of_a_stall_ends_a_run_before_any_group_of_nccl_does(backend, seconds):
     strategy = {"timeout_seconds": seconds, "process_group_backend": backend}
     config = Config(max_steps=1, trainer={"accelerator": "cuda"}, strategy=strategy)
-    assert longest_wait(config) == seconds
+    assert config.longest_wait == seconds
     if backend == "nccl":
-        assert stall_limit(config, 1e9) < longest_wait(config)
+        assert stall_limit(1e9, backend, config.longest_wait) < config.longest_wait

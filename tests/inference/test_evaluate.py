@@ -14,7 +14,7 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.inference.evaluate import evaluate, main
 from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training.trained_model import load_model
 
 T = 64
 PACKING = "lockstep_gpt.extras.datasets.whole_documents"

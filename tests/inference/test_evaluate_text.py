@@ -12,7 +12,7 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.inference.evaluate import evaluate_text
 from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training.trained_model import load_model
 
 T = 64
 

@@ -27,7 +27,7 @@ from lockstep_gpt.run.checkpoint import (
 )
 from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, SavedShards, joined
 from lockstep_gpt.run.checkpoint_sums import fault_of, sum_path
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training.trained_model import load_model
 
 CONFIG = {"max_steps": 10}
 

@@ -4,7 +4,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies as remote
@@ -14,7 +13,6 @@ from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.frozen_file import frozen_text
-from lockstep_gpt.run.run_settings import CheckpointConfig
 
 TOKENIZER = ByteTokenizer().to_dict()
 
@@ -54,15 +52,18 @@ def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
     assert fetch_newest(str(tmp_path / "nothing"), tmp_path / "anew") is None
 
 
-def run_in(place, run_dir, far, **settings):
-    """Return a run directory `run_dir` below `place`, and its configuration."""
-    config = Config(
-        max_steps=1, run_dir=run_dir, checkpoint=CheckpointConfig(copy_to=str(far)), **settings
-    )
+def run_in(place, run_dir):
+    """Return a run directory `run_dir` below `place`."""
     directory = RunDirectory(place / run_dir)
     directory.path.mkdir(parents=True)
     directory.config.write_text(frozen_text(identity(run_dir)))
-    return directory, config
+    return directory
+
+
+def writer_to(far, directory, **settings):
+    """Return what writes the run's checkpoints, and copies of them for many runs to `far`."""
+    place = copies_of(directory.values()["run_dir"], str(far))
+    return checkpoint_io(directory, copy_to=place, **settings)
 
 
 def identity(run_dir, **model):
@@ -76,70 +77,67 @@ def saved(disk, directory, step, **model):
     disk.save_checkpoint({**content(step), "config": identity(run_dir, **model)}, path)
 
 
-def test_runs_of_two_sweeps_have_separate_folders(tmp_path):
-    places = [
-        copies_of(*run_in(tmp_path, run_dir, "s3://far/"))
-        for run_dir in ("runs/one/0", "runs/two/0")
-    ]
+def test_runs_of_two_sweeps_have_separate_folders():
+    places = [copies_of(run_dir, "s3://far/") for run_dir in ("runs/one/0", "runs/two/0")]
     assert places == ["s3://far/runs/one/0", "s3://far/runs/two/0"]
-    directory, config = run_in(tmp_path, "0", "s3://far")
-    config.run_dir = "/scratch/../runs/0"
-    assert copies_of(directory, config) == "s3://far/scratch/runs/0"
+    assert copies_of("/scratch/../runs/0", "s3://far") == "s3://far/scratch/runs/0"
 
 
 def test_a_new_run_never_replaces_another_run_s_copies(tmp_path):
     far = tmp_path / "far"
-    first, config = run_in(tmp_path / "here", "runs/0", far)
-    disk = checkpoint_io(first, config)
+    first = run_in(tmp_path / "here", "runs/0")
+    disk = writer_to(far, first)
     saved(disk, first, 5)
-    checkpoint_io(first, config)  # its ranks may be restarted
-    other, config = run_in(tmp_path / "there", "runs/0", far)
+    writer_to(far, first)  # its ranks may be restarted
+    other = run_in(tmp_path / "there", "runs/0")
     with pytest.raises(UserError, match="runs/0 contains copies of another run; continue it with"):
-        checkpoint_io(other, config)
+        writer_to(far, other)
     assert not other.checkpoints.exists()
 
 
 def test_a_run_that_lost_its_disk_resumes_from_its_own_copies(tmp_path):
     far = tmp_path / "far"
-    first, config = run_in(tmp_path / "here", "runs/0", far)
-    saved(checkpoint_io(first, config), first, 5)
-    anew, config = run_in(tmp_path / "there", "runs/0", far, resume="auto")
-    disk = checkpoint_io(anew, config)
-    assert fetch(anew, config).path == checkpoint_path(anew.checkpoints, 5)
+    first = run_in(tmp_path / "here", "runs/0")
+    saved(writer_to(far, first), first, 5)
+    anew = run_in(tmp_path / "there", "runs/0")
+    disk = writer_to(far, anew, continues=True)
+    assert fetch(anew, "runs/0", str(far)).path == checkpoint_path(anew.checkpoints, 5)
     saved(disk, anew, 7)
     expected = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
     assert copies(str(far / "runs/0")) == expected
     assert copies(str(far / "runs")) == ["0", "0.run"]
-    saved(checkpoint_io(first, config), first, 9)  # the same run, after any loss of its disk
+    disk = writer_to(far, first, continues=True)  # the same run, after any loss of its disk
+    saved(disk, first, 9)
 
 
 def test_a_copy_of_another_model_is_rejected_and_removed(tmp_path):
     far = tmp_path / "far"
-    first, config = run_in(tmp_path / "here", "runs/0", far)
-    saved(checkpoint_io(first, config), first, 5, n_layer=2)
-    anew, config = run_in(tmp_path / "there", "runs/0", far, resume="auto")
+    first = run_in(tmp_path / "here", "runs/0")
+    saved(writer_to(far, first), first, 5, n_layer=2)
+    anew = run_in(tmp_path / "there", "runs/0")
     with pytest.raises(UserError, match=r"runs/0/step=000005.ckpt keeps .* model.n_layer=1 inst"):
-        fetch(anew, config)
+        fetch(anew, "runs/0", str(far))
     assert not list(anew.checkpoints.iterdir())
-    forced = run_in(tmp_path / "forced", "runs/0", far, resume="auto", resume_force=True)
-    assert fetch(*forced) is not None
+    forced = run_in(tmp_path / "forced", "runs/0")
+    assert fetch(forced, "runs/0", str(far), force=True) is not None
 
 
 def test_copies_of_an_earlier_version_are_found_only_by_their_run(tmp_path, caplog):
     far = tmp_path / "far"
-    first, _ = run_in(tmp_path / "here", "runs/one/0", far)
+    first = run_in(tmp_path / "here", "runs/one/0")
     saved(CopyingCheckpointIO(copy_to=str(far / "0")), first, 5)
-    other, config = run_in(tmp_path / "there", "runs/two/0", far, resume="auto")
-    assert fetch(other, config) is None
+    other = run_in(tmp_path / "there", "runs/two/0")
+    assert fetch(other, "runs/two/0", str(far)) is None
     assert "is a copy of run_dir=runs/one/0, not of runs/two/0; set another" in caplog.text
-    directory, config = run_in(tmp_path / "there", "runs/one/0", far, resume="auto")
-    assert fetch(directory, config).path == checkpoint_path(directory.checkpoints, 5)
+    directory = run_in(tmp_path / "there", "runs/one/0")
+    copy = fetch(directory, "runs/one/0", str(far))
+    assert copy.path == checkpoint_path(directory.checkpoints, 5)
 
 
 def test_a_failed_copy_is_reported_and_does_not_end_the_run(tmp_path, caplog, monkeypatch):
-    directory, config = run_in(tmp_path / "here", "runs/0", tmp_path / "far")
+    directory = run_in(tmp_path / "here", "runs/0")
     (tmp_path / "far").touch()  # no folder can exist there
-    disk = checkpoint_io(directory, config)
+    disk = writer_to(tmp_path / "far", directory)
     assert "far/runs/0 cannot be reached:" in caplog.text
     saved(disk, directory, 5)
     assert "no copy of step=000005.ckpt in" in caplog.text

@@ -5,6 +5,7 @@ import pytest
 
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.remedies import explain, explain_death
+from lockstep_gpt.training.less_memory import less_memory
 
 BREAKER = """
 import os, signal
@@ -77,13 +78,13 @@ def test_a_kill_from_outside_is_explained_after_the_last_restart(broken):
 
 
 @pytest.mark.parametrize(("text", "cause"), RECORDED.items())
-def test_recorded_failures_are_recognized_by_their_text(composed, text, cause):
-    assert cause in explain(f"some lines\n{text}\nmore", composed(), 2)
+def test_recorded_failures_are_recognized_by_their_text(text, cause):
+    assert cause in explain(f"some lines\n{text}\nmore")
 
 
 def test_cause_and_remedy_fit_on_one_line(composed):
     config = composed("batch.global_size=2", "precision=bf16-mixed")
-    assert remedies.in_one_line(explain("CUDA out of memory", config, 2)) == (
+    assert remedies.in_one_line(explain("CUDA out of memory", less_memory(config, 2))) == (
         "one micro-batch needs more memory than a device has; model.activation_checkpointing=true"
     )
 
@@ -92,19 +93,18 @@ def test_cause_and_remedy_fit_on_one_line(composed):
     "text",
     ["ValueError: something else", 'File "/dev/shm/project/src/own.py", line 7\nZeroDivisionError'],
 )
-def test_an_unknown_failure_has_no_explanation(composed, text):
-    assert explain(text, composed(), 1) == ""
+def test_an_unknown_failure_has_no_explanation(text):
+    assert explain(text) == ""
 
 
-def test_a_death_is_explained_by_its_log_or_its_signal(composed):
-    config = composed()
+def test_a_death_is_explained_by_its_log_or_its_signal():
     watchdog = "Watchdog caught collective operation timeout"
-    assert "joined an all-reduce late" in explain_death(6, watchdog, config, 2)
-    assert "when memory ran out" in explain_death(9, "", config, 2)
-    assert explain_death(11, "", config, 2) == ""
+    assert "joined an all-reduce late" in explain_death(6, watchdog)
+    assert "when memory ran out" in explain_death(9, "")
+    assert explain_death(11, "") == ""
 
 
 def test_no_smaller_batch_is_suggested_for_one_sample(composed):
     config = composed("batch.global_size=2", "precision=bf16-mixed")
     config.model = replace(config.model, activation_checkpointing=True)
-    assert "more memory" in explain("CUDA out of memory", config, 2)
+    assert "more memory" in explain("CUDA out of memory", less_memory(config, 2))

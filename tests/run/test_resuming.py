@@ -93,7 +93,7 @@ def test_each_machine_hashes_a_checkpoint_once(new_run, on_ranks, tmp_path, hash
         hashed.clear()
         run = new_run(max_steps=4, resume="auto")
         io = AtomicCheckpointIO(directory)
-        io.verified = state_to_resume(directory, run.config, run.module)
+        io.verified = state_to_resume(directory, run.module, "auto")
         places = {"strategy": strategies.ddp(**DDP), "devices": per_machine, "num_nodes": machines}
         checkpoints = run.checkpoints(directory.checkpoints)
         trainer = run.fit(checkpoints, io=io, ckpt_path=str(io.verified.path), **places)

@@ -7,7 +7,7 @@ from lockstep_gpt.cli import main
 from lockstep_gpt.run import source_code
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.checkpoint import checkpoint_path, find_checkpoint
-from lockstep_gpt.run.trained_model import load_named_model
+from lockstep_gpt.training.trained_model import load_named_model
 
 
 @pytest.fixture

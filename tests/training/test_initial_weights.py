@@ -15,9 +15,9 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run import checkpoint
-from lockstep_gpt.run.trained_model import load_model
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training.initial_weights import load_initial_weights
+from lockstep_gpt.training.trained_model import load_model
 
 SHAPE = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}  # as `saved_run` saves
 STILL = ["optim.lr=1e-12", "optim.weight_decay=0", "optim.warmup_steps=0"]

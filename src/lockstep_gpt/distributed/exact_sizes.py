@@ -3,10 +3,8 @@
 import math
 from typing import Any
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import counted
-from lockstep_gpt.training.batch_settings import BatchConfig
 
 
 def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
@@ -20,9 +18,14 @@ def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
     return fits if odd == 1 else [1, *fits]
 
 
-def refuse_other_world_sizes(batch: BatchConfig, world_size: int) -> None:
-    """Raise a `UserError` for a number of ranks that don't each have a whole subtree."""
-    exact, total = batch.exact_micro_size, batch.global_size
+def refuse_other_world_sizes(exact: int | None, total: int | None, world_size: int) -> None:
+    """Raise a `UserError` for a number of ranks that don't each have a whole subtree.
+
+    Args:
+        exact: samples of a micro-batch, the tree's leaf; None: the sums aren't exact.
+        total: samples of a step over all ranks; None: as many as the ranks can hold.
+        world_size: ranks with samples of their own.
+    """
     if exact is None or total is None:
         return
     fits = exact_world_sizes(total, exact)
@@ -41,9 +44,9 @@ def refuse_other_world_sizes(batch: BatchConfig, world_size: int) -> None:
     )
 
 
-def gradient_copies(batch: BatchConfig, accumulation: int) -> int:
+def gradient_copies(accumulation: int, *, is_exact: bool) -> int:
     """Return how many gradient sums a rank keeps to add `accumulation` micro-batches pairwise."""
-    if batch.exact_micro_size is None:
+    if not is_exact:
         return 0
     return accumulation.bit_length() - 1
 
@@ -60,18 +63,35 @@ def has_bucket_copies(strategy: dict[str, Any], accumulation: int) -> bool:
     return accumulation > 1 and bool(strategy.get("find_unused_parameters", False))
 
 
-def sums_line(config: Config, global_size: int, micro_size: int, accumulation: int) -> str:
-    """Return the receipt's line: what is equal on other numbers of devices, and its cost."""
+def sums_line(
+    global_size: int,
+    micro_size: int,
+    accumulation: int,
+    *,
+    is_exact: bool,
+    grows: bool = False,
+    accelerator: str = "cpu",
+) -> str:
+    """Return the receipt's line: what is equal on other numbers of devices, and its cost.
+
+    Args:
+        global_size: samples of a step over all ranks.
+        micro_size: samples of a micro-batch.
+        accumulation: micro-batches of a rank in one step.
+        is_exact: whether gradients are added in one order on any number of devices.
+        grows: whether the samples of a step grow with the devices.
+        accelerator: cpu, cuda, or mps.
+    """
     import torch
 
     leaves = global_size // micro_size
-    if config.batch.exact_micro_size is not None:
+    if is_exact:
         sizes = exact_world_sizes(global_size, micro_size)
-        if config.trainer["accelerator"] == "cuda":
+        if accelerator == "cuda":
             kind = torch.cuda.get_device_name()
         else:
             kind = torch.backends.cpu.get_cpu_capability()
-        copies = gradient_copies(config.batch, accumulation)
+        copies = gradient_copies(accumulation, is_exact=True)
         return (
             f"equal bits on {either(sizes)} devices: {counted(leaves, 'micro-batch', 'es')} in "
             f"one order ({kind}, torch {torch.__version__}, "
@@ -80,7 +100,7 @@ def sums_line(config: Config, global_size: int, micro_size: int, accumulation: i
         )
     line = "added in rank order: equal up to rounding on any number of devices"
     size = micro_size if leaves > 1 else max(1, global_size // 4)
-    if config.batch.global_size is not None and global_size % size == 0:
+    if not grows and global_size % size == 0:
         sizes = exact_world_sizes(global_size, size)
         leaves = global_size // size
         line += (

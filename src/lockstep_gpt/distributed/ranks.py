@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import (
     address_towards,
     interface_of,
@@ -22,6 +21,10 @@ from lockstep_gpt.distributed.address import (
 )
 from lockstep_gpt.distributed.store import meet
 from lockstep_gpt.distributed.waiting import MeetingError
+
+# Seconds that ranks wait for another one, unless told otherwise. All groups must get the same
+# limit: torch's own defaults are 10 minutes for NCCL, and 30 for gloo.
+LONGEST_WAIT = 1800.0
 
 
 @dataclass(frozen=True)
@@ -66,21 +69,14 @@ def lost_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(LOST_PEER_MESSAGES.search(str(error)))
 
 
-def backend_of(config: Config) -> str:
-    """Return the process group's backend: as set, else nccl for GPUs and gloo for the rest.
+def backend_of(accelerator: str, chosen: str | None = None) -> str:
+    """Return the process group's backend: the chosen one, else nccl for GPUs, gloo for the rest.
 
-    `config` is a frozen one, in which the accelerator is decided: cpu, cuda, or mps.
+    Args:
+        accelerator: cpu, cuda, or mps.
+        chosen: a backend; None: the accelerator decides.
     """
-    default = "nccl" if config.trainer["accelerator"] == "cuda" else "gloo"
-    return str(config.strategy.get("process_group_backend") or default)
-
-
-def longest_wait(config: Config) -> float:
-    """Return the longest wait for another rank in seconds: `strategy.timeout_seconds`.
-
-    All groups must get it: torch's defaults are 10 minutes for NCCL, and 30 for gloo.
-    """
-    return float(config.strategy.get("timeout_seconds", 1800))
+    return chosen or ("nccl" if accelerator == "cuda" else "gloo")
 
 
 def gloo_group(seconds: float, members: list[int] | None = None) -> dist.ProcessGroup:
@@ -100,20 +96,28 @@ def backend_here() -> str:
     return str(dist.get_backend())
 
 
-def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
+def join(
+    ranks: Ranks,
+    store: Store | None = None,
+    *,
+    accelerator: str = "cpu",
+    backend: str | None = None,
+    timeout: float = LONGEST_WAIT,
+) -> None:
     """Connect to the other ranks, if there are any, before Lightning would.
 
     Ranks can then agree on things (which checkpoint to resume from) before the Trainer runs.
 
     Args:
         ranks: this process among all.
-        config: the frozen configuration, the same on all ranks.
         store: where the ranks have met; None: they meet now.
+        accelerator: cpu, cuda, or mps.
+        backend: of the process group; None: the accelerator decides.
+        timeout: the longest wait for another rank in seconds, also later.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
-    has_gpu = config.trainer["accelerator"] == "cuda"
-    connect(ranks, backend_of(config), has_gpu, longest_wait(config), store)
+    connect(ranks, backend_of(accelerator, backend), accelerator == "cuda", timeout, store)
 
 
 def connect(

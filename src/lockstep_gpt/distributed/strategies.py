@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
 from lockstep_gpt.distributed.exact_sums import SingleDevice
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
@@ -84,9 +83,9 @@ class ShardedStates(Protocol):
         """Return what this rank keeps of a checkpoint with shards; `load_checkpoint` accepts it."""
 
 
-def is_sharded(config: Config, world_size: int) -> bool:
-    """Return whether the strategy of `config`, over so many ranks, has `ShardedStates`."""
-    return world_size > 1 and config.strategy.get("_target_") == f"{__name__}.fsdp2"
+def is_sharded(target: str | None, world_size: int) -> bool:
+    """Return whether the strategy that `_target_` names has `ShardedStates` on so many ranks."""
+    return world_size > 1 and target == f"{__name__}.fsdp2"
 
 
 def layout_of(strategy: Strategy) -> ModelLayout:

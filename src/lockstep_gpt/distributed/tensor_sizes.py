@@ -1,56 +1,48 @@
 """What tensor parallelism can split, and into how many parts; checked before ranks start."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.exact_sizes import either
-from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE
 from lockstep_gpt.settings import check
 
 SETTING = "strategy.tensor_parallel"
 ARCHITECTURES = ("gpt", "modern")  # whose layers `tensor_splits` knows
 
 
-def refuse_unsplittable(config: Config) -> None:
+def refuse_unsplittable(
+    parts: Any, architecture: str, counts: Mapping[str, int], *, saves_parts: bool
+) -> None:
     """Raise a `UserError` for a model that can't be split evenly, or settings that need it whole.
 
-    Each rank of a group has equally many heads, rows of embeddings, and columns of the MLP, whose
-    width is a multiple of the heads.
+    Args:
+        parts: the number of ranks that split each matrix; not checked yet.
+        architecture: the name of the model's class of layers.
+        counts: name with value -> what each rank of a group has equally many of, such as heads,
+            rows of embeddings, and columns of the MLP, whose width is a multiple of the heads.
+        saves_parts: whether each rank saves its own shards.
     """
-    size: Any = config.tensor_parallel  # not checked yet
-    is_count = type(size) is int and size > 0
-    check(SETTING, size, is_count, "must be a whole number from 1 on")
-    if size == 1:
+    is_count = type(parts) is int and parts > 0
+    check(SETTING, parts, is_count, "must be a whole number from 1 on")
+    if parts == 1:
         return
-    model = config.model
-    fits = model.architecture in ARCHITECTURES
+    fits = architecture in ARCHITECTURES
     rule = f"works with {either([*ARCHITECTURES])} only; set {SETTING}=1"
-    check("model.architecture", model.architecture, fits, rule)
-    counts = {
-        f"model.n_head={model.n_head}": model.n_head,
-        f"model.n_kv_head={model.n_kv_head}": model.n_kv_head or model.n_head,
-        f"model.ngram_rows={model.ngram_rows}": model.ngram_rows,
-        f"{VOCAB_MULTIPLE}, to whose multiples the vocabulary is padded": VOCAB_MULTIPLE,
-    }
-    possible = [
-        parts
-        for parts in range(1, VOCAB_MULTIPLE + 1)
-        if not any(count % parts for count in counts.values())
-    ]
+    check("model.architecture", architecture, fits, rule)
+    largest = math.gcd(*counts.values())
+    possible = [size for size in range(1, largest + 1) if largest % size == 0]
     for name, count in counts.items():
-        check(SETTING, size, count % size == 0, f"does not divide {name}; use {either(possible)}")
-    remedy = f"does not work with {SETTING}={size}; set"
-    save_parts = config.strategy.get("save_parts", False)
-    check("strategy.save_parts", save_parts, not save_parts, f"{remedy} one of them to its default")
+        rule = f"does not divide {name}; use {either(possible)}"
+        check(SETTING, parts, count % parts == 0, rule)
+    rule = f"does not work with {SETTING}={parts}; set one of them to its default"
+    check("strategy.save_parts", saves_parts, not saves_parts, rule)
 
 
-def refuse_unequal_noise(config: Config, has_gpus: bool) -> None:
-    """Raise a `UserError` for dropout that would differ from one device's.
+def refuse_unequal_noise(parts: int, dropout: float) -> None:
+    """Raise a `UserError` for dropout on GPUs, of which several split a model.
 
-    The kernels of GPUs draw attention's noise themselves, by the number of a head on its device.
+    Their kernels draw attention's noise themselves, by the number of a head on its device.
     """
-    if config.tensor_parallel == 1 or not has_gpus:
-        return
-    dropout = config.model.dropout
-    rule = f"differs from one device's on GPUs with {SETTING}={config.tensor_parallel}; set it to 0"
+    rule = f"differs from one device's on GPUs with {SETTING}={parts}; set it to 0"
     check("model.dropout", dropout, not dropout, rule)

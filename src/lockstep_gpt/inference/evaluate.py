@@ -16,7 +16,7 @@ from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.trained_model import load_named_model, parser_of
+from lockstep_gpt.training.trained_model import load_named_model, parser_of
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import sys
 
 from lockstep_gpt.data.tokenizer import GrowingText, printable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.trained_model import load_for_inference, parser_of
+from lockstep_gpt.training.trained_model import load_for_inference, parser_of
 
 
 def main(arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ from lockstep_gpt.launch import (
     variables,
 )
 from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE
 from lockstep_gpt.registry import CHECK, additions
 from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
 
@@ -61,7 +62,7 @@ def _refuse_other_sums(config: Config) -> None:
 def _refuse_unshardable(config: Config) -> None:
     """Raise a `UserError` for settings that `strategy=fsdp2` does not support."""
     strategy = config.strategy
-    tensor_sizes.refuse_unsplittable(config)
+    _refuse_unsplittable(config)
     check_choice("strategy.param_dtype", strategy["param_dtype"], SHARD_DTYPES)
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
@@ -86,6 +87,20 @@ def _refuse_unshardable(config: Config) -> None:
         )
 
 
+def _refuse_unsplittable(config: Config) -> None:
+    """Raise a `UserError` for a model that `strategy.tensor_parallel` can't split."""
+    model = config.model
+    counts = {
+        f"model.n_head={model.n_head}": model.n_head,
+        f"model.n_kv_head={model.n_kv_head}": model.n_kv_head or model.n_head,
+        f"model.ngram_rows={model.ngram_rows}": model.ngram_rows,
+        f"{VOCAB_MULTIPLE}, to whose multiples the vocabulary is padded": VOCAB_MULTIPLE,
+    }
+    tensor_sizes.refuse_unsplittable(
+        config.tensor_parallel, model.architecture, counts, saves_parts=config.saves_parts
+    )
+
+
 def refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices, or variables of this machine, can't do."""
     variables.refuse_absent_interfaces(placement)
@@ -93,7 +108,8 @@ def refuse_impossible(config: Config, placement: Placement) -> None:
         apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")
     has_gpus = placement.accelerator == "cuda"
-    tensor_sizes.refuse_unequal_noise(config, has_gpus)
+    if has_gpus and config.tensor_parallel > 1:
+        tensor_sizes.refuse_unequal_noise(config.tensor_parallel, config.model.dropout)
     uses = f"but this run uses {placement.accelerator}"
     rule = f"needs a GPU, {uses}; set precision=bf16-mixed or 32-true"
     check("precision", config.precision, has_gpus or config.precision != "16-mixed", rule)

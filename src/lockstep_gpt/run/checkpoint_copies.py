@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.checkpoint_content import CheckpointError
@@ -27,27 +27,28 @@ STAMP_SUFFIX = ".run"  # next to the folder of copies: its name with this suffix
 ID_FILE = ".copies"  # in the run directory
 
 
-def copies_of(directory: RunDirectory, config: Config) -> str | None:
-    """Return where copies of this run's checkpoints go, or None.
+def copies_of(run_dir: str | Path, copy_to: str) -> str:
+    """Return where copies of this run's checkpoints go, in the folder or URL `copy_to`.
 
     The location contains the whole `run_dir`, as it was frozen: each sweep has a job 0. A run that
     lost its directory finds its copies only by this.
     """
-    url = config.checkpoint.copy_to
-    if not url:
-        return None
-    parts = Path(config.run_dir or directory.path).parts
-    return "/".join([url.rstrip("/"), *(part for part in parts if part not in ("/", ".."))])
+    parts = Path(run_dir).parts
+    return "/".join([copy_to.rstrip("/"), *(part for part in parts if part not in ("/", ".."))])
 
 
-def claim(directory: RunDirectory, config: Config) -> None:
+def claim(directory: RunDirectory, url: str, *, continues: bool = False) -> None:
     """Mark the folder of copies as this run's.
+
+    Args:
+        directory: the run.
+        url: the folder.
+        continues: whether the run may have copies that its directory has forgotten.
 
     Raises:
         UserError: it contains another run's copies.
         Exception: any error of a remote file system.
     """
-    url = copies_of(directory, config)
     files, folder = fsspec.core.url_to_fs(url)
     stamp = f"{folder}{STAMP_SUFFIX}"
     id_file = directory.path / ID_FILE
@@ -61,7 +62,7 @@ def claim(directory: RunDirectory, config: Config) -> None:
     if ours:
         is_ours = theirs in ("", ours)
     else:  # only a run that continues has copies without knowing their id
-        is_ours = config.resume == "auto" or directory.metrics.exists()
+        is_ours = continues or directory.metrics.exists()
     if copies and not is_ours:
         raise UserError(
             f"checkpoint.copy_to: {url} contains copies of another run; continue it with "
@@ -92,23 +93,33 @@ def remove_copy(name: str, url: str) -> None:
             files.rm_file(f"{folder}/{file_name}")
 
 
-def fetch(directory: RunDirectory, config: Config) -> VerifiedCheckpoint | None:
+def fetch(
+    directory: RunDirectory, run_dir: str | Path, copy_to: str, *, force: bool = False
+) -> VerifiedCheckpoint | None:
     """Fetch the newest intact copy for a run that lost its own checkpoints.
+
+    Args:
+        directory: the run.
+        run_dir: its name, as it was frozen.
+        copy_to: the folder or URL with copies of runs.
+        force: whether the copy may have other settings.
 
     Raises:
         UserError: it belongs to another run.
     """
-    url = copies_of(directory, config)
-    if not url:
-        return None
+    url = copies_of(run_dir, copy_to)
     # An earlier version used the last part of `run_dir` only: the same for every job 0.
-    former_url = f"{str(config.checkpoint.copy_to).rstrip('/')}/{directory.path.name}"
+    former_url = f"{copy_to.rstrip('/')}/{directory.path.name}"
     for location in dict.fromkeys((url, former_url)):
         copy = fetch_newest(location, directory.checkpoints)
         if copy is None:
             continue
         try:
-            _refuse_another_run(f"{location}/{copy.path.name}", copy, directory, config)
+            name = f"{location}/{copy.path.name}"
+            saved = checkpoint.read_verified(copy)["config"]
+            _refuse_another_run(name, saved["run_dir"], run_dir)
+            if not force:
+                refuse_another_identity(name, saved, directory.values())
         except UserError as error:
             checkpoint.remove_checkpoint(copy.path)
             if location == url:
@@ -119,17 +130,12 @@ def fetch(directory: RunDirectory, config: Config) -> VerifiedCheckpoint | None:
     return None
 
 
-def _refuse_another_run(
-    name: str, copy: VerifiedCheckpoint, directory: RunDirectory, config: Config
-) -> None:
-    saved = checkpoint.read_verified(copy)["config"]
-    if saved["run_dir"] != config.run_dir:
+def _refuse_another_run(name: str, saved: Any, run_dir: str | Path) -> None:
+    if str(saved) != str(run_dir):
         raise UserError(
-            f"{name} is a copy of run_dir={saved['run_dir']}, not of {config.run_dir}; set "
+            f"{name} is a copy of run_dir={saved}, not of {run_dir}; set "
             "another checkpoint.copy_to, or start a new run from that file with resume="
         )
-    if not config.resume_force:
-        refuse_another_identity(name, saved, directory.values())
 
 
 def fetch_newest(url: str, folder: Path) -> VerifiedCheckpoint | None:

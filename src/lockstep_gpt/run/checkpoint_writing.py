@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies
@@ -24,26 +23,39 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_io(
-    directory: RunDirectory, config: Config, hashes: WeightHashes | None = None
+    directory: RunDirectory,
+    hashes: WeightHashes | None = None,
+    *,
+    background: bool = False,
+    copy_to: str | None = None,
+    continues: bool = False,
 ) -> AtomicCheckpointIO:
     """Return what writes a run's checkpoints: now or in the background, once or twice.
+
+    Args:
+        directory: the run.
+        hashes: adds the hash of the weights to each checkpoint; None: checkpoints have none.
+        background: copy the state to host memory and let a thread write it.
+        copy_to: folder or fsspec URL of this run alone, which gets a copy of each checkpoint:
+            `copies_of` names one in a folder for many runs.
+        continues: whether the run may have copies that its directory has forgotten.
 
     Raises:
         UserError: another run's copies are where this run's would go.
     """
-    background = config.checkpoint.background
-    url = checkpoint_copies.copies_of(directory, config)
-    if not background and not url:
+    if not background and copy_to is None:
         return AtomicCheckpointIO(directory, hashes)
-    claim = partial(checkpoint_copies.claim, directory, config)
-    io = CopyingCheckpointIO(background, url, claim, directory, hashes)
-    if url and Ranks.from_environment().rank == 0:
+    claim = None
+    if copy_to is not None:
+        claim = partial(checkpoint_copies.claim, directory, copy_to, continues=continues)
+    io = CopyingCheckpointIO(background, copy_to, claim, directory, hashes)
+    if copy_to is not None and Ranks.from_environment().rank == 0:
         try:
             io.claim()
         except UserError:
             raise
         except Exception as error:  # of a remote file system; the first copy claims it again
-            logger.warning("%s cannot be reached: %s", url, error)
+            logger.warning("%s cannot be reached: %s", copy_to, error)
     return io
 
 

@@ -4,7 +4,6 @@ import traceback
 from typing import TextIO
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, lost_peers
 from lockstep_gpt.errors import RunError, UserError, describe_error, remedy_of_limit
 from lockstep_gpt.exits import Exit
@@ -14,16 +13,16 @@ from lockstep_gpt.run.directory import RunDirectory
 
 def report_failure(
     directory: RunDirectory,
-    config: Config,
     ranks: Ranks,
     error: BaseException,
     terminal: TextIO,
+    less_memory: str = remedies.LESS_MEMORY,
 ) -> int:
     """Record the failure of this rank while its exception is handled; return the exit status.
 
     All ranks write the stack to their logs, with an explanation if the error is a known one. The
     first one shows it on the terminal, too. Mistakes and events need no stack, but a line, which
-    `last_line` shows at the end.
+    `last_line` shows at the end. `less_memory` says how to use less of a device's memory.
     """
     if isinstance(error, UserError):
         line = f"{PROGRAM} train: {error}"
@@ -31,7 +30,7 @@ def report_failure(
     if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__  # Lightning has replaced it
     stack = traceback.format_exc()
-    cause = remedies.explain(stack, config, ranks.world_size)
+    cause = remedies.explain(stack, less_memory)
     text = f"{cause}\n\n{stack}" if cause else stack
     last_line.append(directory.log_of(ranks.rank), text)
     if lost_peers(error) and not remedy_of_limit(error):

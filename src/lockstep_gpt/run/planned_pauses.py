@@ -2,23 +2,20 @@
 
 import math
 
-from lockstep_gpt.config import Config
 
-
-def validations_after(step: int, config: Config, total_steps: int) -> int:
+def validations_after(step: int, val_every: int, total_steps: int) -> int:
     """Return how many validations follow optimizer step `step`; the last step has one, too."""
-    return _multiples_after(step, config.val_every, total_steps)
+    return _multiples_after(step, val_every, total_steps)
 
 
-def saves_after(step: int, config: Config, total_steps: int) -> int:
+def saves_after(
+    step: int, every: int | None, val_every: int, total_steps: int, *, keeps_best: bool
+) -> int:
     """Return how many saves follow optimizer step `step`, if each validation is the best so far.
 
     A step that is saved for two reasons counts once. Those for their loss are at least
-    `checkpoint.every` steps apart: see `Checkpoints.is_best`.
+    `every` steps apart: see `Checkpoints.is_best`.
     """
-    every = config.checkpoint.every
-    val_every = config.val_every
-    keeps_best = config.checkpoint.keep_best > 0
     if every is None:
         return _multiples_after(step, val_every if keeps_best else total_steps, total_steps)
     if not keeps_best:

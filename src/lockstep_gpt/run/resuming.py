@@ -1,24 +1,23 @@
 """What a run resumes from: which checkpoint, whether it fits the run, and what changes."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.damaged_files import absence_of, refuse_misplaced
 from lockstep_gpt.distributed.ranks import (
+    LONGEST_WAIT,
     Ranks,
     from_each_rank,
     from_rank_zero,
     is_rank_zero,
-    longest_wait,
     ranks_unlike_rank_zero,
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
-from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED_TO_RESUME,
     joined,
@@ -45,47 +44,93 @@ TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before 
 
 def state_to_resume(
     directory: RunDirectory,
-    config: Config,
     module: torch.nn.Module,
+    resume: str = "auto",
+    *,
+    force: bool = False,
+    in_memory: bool = True,
     writer: MemoryWriter | None = None,
+    fetch_copy: Callable[[], VerifiedCheckpoint | None] = lambda: None,
+    saves_parts: bool = False,
+    loses_error: bool = False,
+    timeout: float = LONGEST_WAIT,
 ) -> VerifiedCheckpoint | KeptState | None:
     """Return what to resume from: the run's own newest state, else the checkpoint `resume` names.
 
-    None means step 0; with `resume_force`, using its weights that fit. Every rank must call this:
-    rank 0 searches and tells the others. `writer` is the machine's, on the rank that has it.
+    None means step 0; with `force`, using its weights that fit. Every rank must call this: rank 0
+    searches and tells the others.
+
+    Args:
+        directory: the run.
+        module: gets the weights that fit, with `force`.
+        resume: none, auto, or where a checkpoint is: for a run that has none of its own.
+        force: whether the checkpoint may have other settings and other weights.
+        in_memory: whether a state in memory may be taken.
+        writer: of the machine, on the rank that has it.
+        fetch_copy: fetches the newest copy for a run that lost its checkpoints, if there is one.
+        saves_parts: whether each rank saves its own shards.
+        loses_error: whether the strategy accumulates an error that no state has, as powersgd does.
+        timeout: the longest wait for another rank in seconds.
     """
-    kept = _newest_in_memory(directory, config, writer)
+    kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory and not force)
     if kept is not None:
+        _refuse_lost_error(kept.path, loses_error)
         return kept
-    is_first = Ranks.from_environment().rank == 0
-    newest = _newest_of_run(directory, config, module) if is_first else None
+    newest = None
+    if Ranks.from_environment().rank == 0:
+        newest = _newest_of_run(directory, module, resume, fetch_copy, saves_parts)
     newest = verified_on_each_machine(newest)
-    if newest is not None and not config.resume_force:
-        _refuse_lost_memory(config, newest.path)
-        if is_first:
-            logger.info("continues from step %d, %s", newest.step, newest.path)
-        return newest
-    if newest is None and config.resume in ("none", "auto"):
-        if is_first and directory.has_begun():
-            logger.info("starts at step 0: no state of the run is saved, and none is in memory")
+    if newest is None and resume in ("none", "auto"):
+        _tell_start(directory)
         return None
-    checkpoint = newest
-    if checkpoint is None:
-        source = Path(config.resume)
-        named = files.find_verified(source, directory.path / "artifacts") if is_first else None
-        checkpoint = verified_on_each_machine(named)
-        assert checkpoint is not None
+    checkpoint = newest or _named(resume, directory)
+    if force:
+        return _forced(checkpoint, directory, module)
+    if newest is not None:
+        _refuse_lost_error(newest.path, loses_error)
+    else:
+        _refuse_other_settings(checkpoint, directory)
+    _tell_checkpoint(checkpoint)
+    return checkpoint
+
+
+def _refuse_other_settings(checkpoint: VerifiedCheckpoint, directory: RunDirectory) -> None:
+    """Raise a `UserError` if a checkpoint of another run has settings that a run keeps."""
+    saved = files.read_verified(checkpoint, whole=False)["config"]
+    refuse_another_identity(f"resume={checkpoint.path}", saved, directory.values())
+
+
+def _tell_checkpoint(checkpoint: VerifiedCheckpoint) -> None:
+    if Ranks.from_environment().rank == 0:
+        logger.info("continues from step %d, %s", checkpoint.step, checkpoint.path)
+
+
+def _tell_start(directory: RunDirectory) -> None:
+    if Ranks.from_environment().rank == 0 and directory.has_begun():
+        logger.info("starts at step 0: no state of the run is saved, and none is in memory")
+
+
+def _named(resume: str, directory: RunDirectory) -> VerifiedCheckpoint:
+    """Return the checkpoint that `resume` names, or that run's newest."""
+    named = None
+    if Ranks.from_environment().rank == 0:
+        named = files.find_verified(Path(resume), directory.path / "artifacts")
+    checkpoint = verified_on_each_machine(named)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _forced(
+    checkpoint: VerifiedCheckpoint, directory: RunDirectory, module: torch.nn.Module
+) -> VerifiedCheckpoint | None:
+    """Return the checkpoint if all of it fits; else load its weights that fit, for step 0."""
     path = checkpoint.path
     content = files.read_verified(checkpoint, whole=False)
-    if not config.resume_force:
-        refuse_another_identity(f"resume={path}", content["config"], directory.values())
-        if is_first:
-            logger.info("continues from step %d, %s", checkpoint.step, path)
-        return checkpoint
     saved = content["state_dict"]
     current = module.state_dict()
     fitting = fitting_of(saved, current)
-    same_algorithm = content["config"]["optim"]["algorithm"] == config.optim.algorithm
+    algorithm = directory.values()["optim"]["algorithm"]
+    same_algorithm = content["config"]["optim"]["algorithm"] == algorithm
     if same_algorithm and len(fitting) == len(saved) == len(current):
         return checkpoint
     refuse_lost_numbers(f"checkpoint {path}", fitting, module)
@@ -96,16 +141,16 @@ def state_to_resume(
 
 
 def _newest_in_memory(
-    directory: RunDirectory, config: Config, writer: MemoryWriter | None
+    directory: RunDirectory, writer: MemoryWriter | None, timeout: float, *, may_take: bool
 ) -> KeptState | None:
     """Return the newest state in memory, if no checkpoint is newer; none is read for this.
 
-    Every rank must call this.
+    Every rank must call this. If none may be taken, all are removed.
     """
     identity = identity_of(directory)
     if identity is None:
         return None
-    if config.checkpoint.memory is False or config.resume_force:
+    if not may_take:
         if Ranks.from_environment().local_rank == 0:
             remove_states(identity)  # the run leaves them behind
         return None
@@ -120,12 +165,11 @@ def _newest_in_memory(
     at_least = max(saved, newest_whole_step(identity))
     kept = newest_shards(identity, Ranks.from_environment(), shards, at_least)
     if kept is None:
-        kept = newest_in_memory(identity, writer, saved, longest_wait(config))
+        kept = newest_in_memory(identity, writer, saved, timeout)
     if kept is None:
         return None
     if is_rank_zero():
         _tell_recovery(directory, kept, fault)
-    _refuse_lost_memory(config, kept.path)
     return kept
 
 
@@ -177,7 +221,11 @@ def refuse_other_directory(directory: RunDirectory) -> None:
 
 
 def _newest_of_run(
-    directory: RunDirectory, config: Config, module: torch.nn.Module
+    directory: RunDirectory,
+    module: torch.nn.Module,
+    resume: str,
+    fetch_copy: Callable[[], VerifiedCheckpoint | None],
+    saves_parts: bool,
 ) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
@@ -185,12 +233,12 @@ def _newest_of_run(
     files.remove_leftovers(folder)
     weights = size_of(module.state_dict())
     refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
-    if not config.strategy.get("save_parts", False):
+    if not saves_parts:
         refuse_large_file(weights)  # other optimizers have no moments
     newest = files.newest_verified(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
-    if newest is None and (config.resume == "auto" or directory.metrics.exists()):
-        newest = checkpoint_copies.fetch(directory, config)
+    if newest is None and (resume == "auto" or directory.metrics.exists()):
+        newest = fetch_copy()
     if newest is None and present:
         raise UserError(
             f"{folder} has {counted(len(present), 'checkpoint')}, but none is valid; "
@@ -210,9 +258,9 @@ def _newest_of_run(
     return newest
 
 
-def _refuse_lost_memory(config: Config, path: Path) -> None:
+def _refuse_lost_error(path: Path, loses_error: bool) -> None:
     """Raise a `UserError` for a run that would resume without its accumulated error."""
-    if config.strategy.get("comm_hook") == "powersgd":
+    if loses_error:
         raise UserError(f"{path} lacks powersgd's accumulated error; resume_force=true resets it")
 
 

@@ -34,7 +34,8 @@ from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
-from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
+from lockstep_gpt.run.callbacks.overhead import Overhead
+from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import (
@@ -135,9 +136,16 @@ def build_guards(
         guards.append(Replays(config.guard.verify_every, config.seed))
     for make_callbacks in additions(CALLBACKS):
         guards += make_callbacks(config, directory, rank, terminal)
-    if has_time_limit(config):
-        guards.append(TimeLimitReport())
-    guards.append(Guards(config, directory, rank, terminal))
+    guards.append(TimeLimitReport())
+    guards.append(
+        Guards(
+            directory,
+            stall_after=config.guard.stall_after,
+            replicas_every=config.guard.replicas_every,
+            timeout=config.longest_wait,
+            terminal=terminal,
+        )
+    )
     return guards
 
 
@@ -216,11 +224,51 @@ def seconds_of_trackers(config: Config) -> float:
 
 
 def build_checkpoints(
-    directory: RunDirectory, config: Config, total_steps: int, tokenizer: Tokenizer
+    directory: RunDirectory, config: Config, batch: BatchPlan, tokenizer: Tokenizer
 ) -> Checkpoints:
     """Return the callback that saves, with what every checkpoint needs to be read alone."""
-    content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
-    return Checkpoints(directory.checkpoints, config, content, total_steps)
+    fixed = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
+
+    def content(trainer: Trainer) -> dict[str, Any]:
+        return {**fixed, **progress_of(trainer, batch)}
+
+    settings = config.checkpoint
+    return Checkpoints(
+        directory.checkpoints,
+        every=settings.every,
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_best,
+        content=content,
+    )
+
+
+def progress_of(trainer: Any, batch: BatchPlan) -> dict[str, int]:
+    """Return how many samples and tokens all ranks together have seen.
+
+    An earlier part of the run may have had steps of another size: our data module counts them.
+    """
+    samples = trainer.global_step * batch.global_size
+    if isinstance(trainer.datamodule, TokenDataModule):
+        samples = trainer.datamodule.samples_seen(trainer.global_step)
+    return {"samples": samples, "tokens": samples * batch.block_size}
+
+
+def build_overhead(
+    config: Config, checkpoints: Checkpoints, batch: BatchPlan, data: LightningDataModule
+) -> Overhead:
+    """Return what tells the share of the time that validation and saving take."""
+    val_tokens = None
+    if isinstance(data, TokenDataModule):
+        val_tokens = data.val_windows * data.block_size
+    return Overhead(
+        checkpoints,
+        config.val_every,
+        compiled=config.compile,
+        background=config.checkpoint.background,
+        grace_seconds=config.launch.grace_seconds,
+        tokens_per_step=batch.tokens_per_step,
+        val_tokens=val_tokens,
+    )
 
 
 def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GPTModule:

@@ -18,8 +18,8 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import optional_part
-from lockstep_gpt.run.trained_model import load_named_model
 from lockstep_gpt.settings import as_typed
+from lockstep_gpt.training.trained_model import load_named_model
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,14 @@ def receipt_lines(
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
-        "sums": sums_line(config, batch.global_size, batch.micro_size, batch.accumulation),
+        "sums": sums_line(
+            batch.global_size,
+            batch.micro_size,
+            batch.accumulation,
+            is_exact=config.batch.exact_micro_size is not None,
+            grows=config.batch.global_size is None,
+            accelerator=config.trainer["accelerator"],
+        ),
         **details,
         "budget": _steps(schedule.total_steps, batch) + _in_epochs(epochs),
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "

@@ -55,7 +55,7 @@ def plan_batch(
     micro_size = batch.micro_size or max(1, (batch.global_size or 0) // data_parallel)
     micro_step = micro_size * data_parallel
     accumulation, rest = divmod(batch.global_size or micro_step, micro_step)
-    refuse_other_world_sizes(batch, data_parallel)
+    refuse_other_world_sizes(batch.exact_micro_size, batch.global_size, data_parallel)
     if rest or not accumulation:
         raise UserError(_indivisible_line(batch, devices, nodes, tensor_parallel))
     return BatchPlan(micro_size, devices, nodes, accumulation, block_size, tensor_parallel)

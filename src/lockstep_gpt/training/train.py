@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -23,6 +24,7 @@ from lockstep_gpt.distributed.ranks import (
     leave,
     lost_peers,
 )
+from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.inference.sample import prompt_from
@@ -30,15 +32,16 @@ from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
     stop_before_first_step,
 )
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -58,6 +61,7 @@ from lockstep_gpt.training.building import (
     build_loggers,
     build_metrics,
     build_module,
+    build_overhead,
     build_trainer,
     counting,
     fitting,
@@ -65,6 +69,7 @@ from lockstep_gpt.training.building import (
 )
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.initial_weights import load_initial_weights
+from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
@@ -119,7 +124,8 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
-            status = report_failure(directory, config, ranks, error, terminal)
+            remedy = less_memory(config, ranks.world_size)
+            status = report_failure(directory, ranks, error, terminal, remedy)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)
@@ -132,8 +138,7 @@ def assemble(
     """Make everything that a run needs, from the ranks' connection to the Trainer."""
     # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
-    record_collectives(backend_of(config), directory.rank_logs)
-    join(ranks, config, store)
+    join_others(config, directory, ranks, store)
     config = kernels.decided(config, directory)
     kernels.use(config)
     torch.manual_seed(config.seed)
@@ -147,8 +152,8 @@ def assemble(
 
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
-    disk = checkpoint_io(directory, config, hashes)
-    writer = writer_of(directory, config, ranks)
+    disk = build_disk(config, directory, hashes)
+    writer = build_writer(config, directory, ranks)
     resume = weights_to_begin_with(
         directory, config, schedule.total_steps, module, tokenizer, writer
     )
@@ -158,11 +163,11 @@ def assemble(
     # What watches and keeps the run, and the Trainer.
     metrics = build_metrics(config, batch, module.model)
     metrics_file = MetricsFile(directory.metrics, COLUMNS)
-    checkpoints = build_checkpoints(directory, config, schedule.total_steps, tokenizer)
+    checkpoints = build_checkpoints(directory, config, batch, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    overhead = Overhead(config, checkpoints)
-    memory = StateInMemory(config, checkpoints, hashes, writer)
-    stop = GracefulStop(checkpoints, memory.turns)
+    overhead = build_overhead(config, checkpoints, batch, data)
+    memory = build_memory(config, checkpoints, hashes, writer)
+    stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
     loggers = build_loggers(trackers, directory, config, batch, schedule.peak_lr, module.model)
     trainer = build_trainer(
         config,
@@ -204,6 +209,14 @@ def assemble(
     )
 
 
+def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: Store | None) -> None:
+    """Connect to the other ranks; NCCL's last collectives are recorded from then on."""
+    accelerator = config.trainer["accelerator"]
+    backend = backend_of(accelerator, config.strategy.get("process_group_backend"))
+    record_collectives(backend, directory.rank_logs)
+    join(ranks, store, accelerator=accelerator, backend=backend, timeout=config.longest_wait)
+
+
 def weights_to_begin_with(
     directory: RunDirectory,
     config: Config,
@@ -214,12 +227,70 @@ def weights_to_begin_with(
 ) -> VerifiedCheckpoint | KeptState | None:
     """Return what to resume from; without it, load initial weights, if the model has a source."""
     refuse_other_directory(directory)
-    resume = state_to_resume(directory, config, module, writer)
+    resume = state_to_resume(
+        directory,
+        module,
+        config.resume,
+        force=config.resume_force,
+        in_memory=config.checkpoint.memory is not False,
+        writer=writer,
+        fetch_copy=partial(fetch_copy, config, directory),
+        saves_parts=config.saves_parts,
+        loses_error=config.loses_error,
+        timeout=config.longest_wait,
+    )
     if isinstance(resume, VerifiedCheckpoint) and resume.path.parent != directory.checkpoints:
         ending.refuse_finished(config, resume, total_steps)
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, tokenizer)
     return resume
+
+
+def build_disk(config: Config, directory: RunDirectory, hashes: WeightHashes) -> AtomicCheckpointIO:
+    """Return what writes the run's checkpoints, and copies of them if that is set."""
+    copy_to = config.checkpoint.copy_to
+    return checkpoint_io(
+        directory,
+        hashes,
+        background=config.checkpoint.background,
+        copy_to=copies_of(config.run_dir or directory.path, copy_to) if copy_to else None,
+        continues=config.resume == "auto",
+    )
+
+
+def fetch_copy(config: Config, directory: RunDirectory) -> VerifiedCheckpoint | None:
+    """Fetch the run's newest copy of a checkpoint, if there is one."""
+    copy_to = config.checkpoint.copy_to
+    if not copy_to:
+        return None
+    return fetch(directory, config.run_dir or directory.path, copy_to, force=config.resume_force)
+
+
+def build_writer(config: Config, directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
+    """Return what writes this machine's states in memory, on the ranks that do."""
+    if config.checkpoint.memory is False:
+        return None
+    return writer_of(
+        directory,
+        ranks,
+        sharded=is_sharded(config.strategy.get("_target_"), ranks.world_size),
+        tensor_parallel=config.tensor_parallel,
+        timeout=config.longest_wait,
+    )
+
+
+def build_memory(
+    config: Config, checkpoints: Checkpoints, hashes: WeightHashes, writer: MemoryWriter | None
+) -> StateInMemory:
+    """Return what keeps the newest state in memory."""
+    return StateInMemory(
+        checkpoints,
+        hashes,
+        writer,
+        every=config.checkpoint.memory,
+        loses_error=config.loses_error,
+        saves_parts=config.saves_parts,
+    )
 
 
 def batch_of(config: Config, ranks: Ranks) -> BatchPlan:

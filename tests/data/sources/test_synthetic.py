@@ -15,7 +15,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.inference import generate
 from lockstep_gpt.inference.evaluate import evaluate
 from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training.trained_model import load_model
 
 
 @pytest.mark.parametrize(

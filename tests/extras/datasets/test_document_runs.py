@@ -12,7 +12,7 @@ from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training.trained_model import load_model
 
 PACKED = ["packing=documents", "documents.mask=true"]
 

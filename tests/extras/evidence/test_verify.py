@@ -244,7 +244,9 @@ def test_the_flipped_bits_of_a_single_number_are_named():
 def test_what_an_earlier_version_did_not_save_is_no_difference():
     saved = {"skipped": 0}
     assert differing_numbers(saved, {**saved, "means.train/loss.0.0": 5}) == {}
-    assert differing_numbers({**saved, "means.train/loss.0.0": 4}, {**saved, "means.train/loss.0.0": 5})
+    assert differing_numbers(
+        {**saved, "means.train/loss.0.0": 4}, {**saved, "means.train/loss.0.0": 5}
+    )
     assert differing_numbers(saved, {**saved, "missing": 1.0}) == {"missing": "is None, not 1.0"}
 
 

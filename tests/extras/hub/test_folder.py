@@ -22,7 +22,7 @@ from lockstep_gpt.run.checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training.trained_model import load_model
 
 
 @pytest.fixture(scope="session")

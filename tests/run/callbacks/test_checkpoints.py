@@ -1,14 +1,19 @@
 import hashlib
+import math
+import os
 from pathlib import Path
-from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback
 
+from lockstep_gpt.distributed import strategies
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
@@ -29,10 +34,14 @@ class Losses(Callback):
     def on_validation_start(self, trainer, _module):
         self.saved_before[trainer.global_step] = steps_in(self.folder)
 
+    def on_validation_epoch_end(self, trainer, pl_module):
+        vars(pl_module.token_loss).pop("compute", None)
+        dictated = self.dictated.get(trainer.global_step)
+        if dictated is not None:
+            pl_module.token_loss.compute = lambda: torch.tensor(dictated)
+
     def on_validation_end(self, trainer, pl_module):
-        step = trainer.global_step
-        pl_module.val_loss = self.dictated.get(step, pl_module.val_loss)
-        self.seen[step] = pl_module.val_loss
+        self.seen[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
 
 
 def steps_in(folder):
@@ -113,26 +122,25 @@ def test_a_best_loss_saves_at_most_as_often_as_the_period(
     losses = {step: 9.0 - step for step in range(1, 10)}  # each is the best so far
     _, validation = fitted(run, tmp_path, losses)
     assert steps_in(tmp_path) == steps
-    assert validations_after(0, run.config, 9) == len(validation.seen)
+    assert validations_after(0, val_every, 9) == len(validation.seen)
 
 
 @given(every=st.none() | st.integers(1, 14), val_every=st.integers(1, 14), total=st.integers(1, 50))
 @pytest.mark.parametrize("keep_best", [0, 1])
 def test_the_saves_to_come_are_counted(keep_best, every, val_every, total):
-    settings = SimpleNamespace(every=every, keep_best=keep_best)
-    config = SimpleNamespace(val_every=val_every, checkpoint=settings)
-    checkpoints = Checkpoints(Path(), config, {}, total)
+    checkpoints = Checkpoints(Path(), every, keep_best=keep_best)
     validated, saved = [], []
     for step in range(1, total + 1):
         validates = step == total or step % val_every == 0
         if validates:
             validated.append(step)
-        if checkpoints.is_due(step) or (validates and checkpoints.is_best(step, 0.0)):
+        if checkpoints.is_due(step, total) or (validates and checkpoints.is_best(step, 0.0)):
             saved.append(step)
             checkpoints.last_validated = step if validates else checkpoints.last_validated
     for now in range(total):
-        assert saves_after(now, config, total) == sum(step > now for step in saved)
-        assert validations_after(now, config, total) == sum(step > now for step in validated)
+        to_come = saves_after(now, every, val_every, total, keeps_best=keep_best > 0)
+        assert to_come == sum(step > now for step in saved)
+        assert validations_after(now, val_every, total) == sum(step > now for step in validated)
 
 
 def test_a_resumed_run_keeps_the_distance_to_the_last_best_checkpoint(new_run, tmp_path):
@@ -202,7 +210,7 @@ def test_all_ranks_agree_on_the_best_checkpoint(on_ranks, new_run, tmp_path):
     def restored(rank):
         checkpoints = new_run().checkpoints(folders[rank])
         checkpoints.load_state_dict({"losses": {1: 0.5, 2: 1.0, 3: 2.0}})
-        return checkpoints.losses
+        return checkpoints.values
 
     assert on_ranks(2, restored) == [{2: 1.0, 3: 2.0}] * 2
 
@@ -223,3 +231,142 @@ def test_removing_a_checkpoint_removes_its_checksum(new_run, tmp_path):
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert (tmp_path / f"{path.name}.sha256").read_text() == f"{digest}  {path.name}\n"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+class Score(Callback):
+    """Logs a metric of one's own after each validation; each step's value is dictated."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def on_validation_epoch_end(self, trainer, _module):
+        self.log("val/score", self.values[trainer.global_step])
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 3), ("max", 2)])
+def test_any_logged_metric_decides_which_checkpoint_is_the_best(new_run, tmp_path, mode, best):
+    run = new_run(max_steps=4, val_every=1)
+    checkpoints = Checkpoints(tmp_path, every=1, monitor="val/score", mode=mode)
+    run.fit(Score({1: 5.0, 2: 7.0, 3: 2.0, 4: 3.0}), checkpoints)
+    assert steps_in(tmp_path) == [best, 4]
+    assert checkpoints.in_summary(4)["best_checkpoint"] == str(checkpoint_path(tmp_path, best))
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_a_number_never_is_the_best(new_run, tmp_path, mode):
+    run = new_run(max_steps=4, val_every=1)
+    checkpoints = Checkpoints(tmp_path, every=None, monitor="val/score", mode=mode)
+    run.fit(Score({1: math.nan, 2: 3.0, 3: math.nan, 4: math.nan}), checkpoints)
+    assert steps_in(tmp_path) == [2, 4]  # the last step is saved whatever its value is
+    assert checkpoints.values == {2: 3.0}
+
+
+def test_a_metric_that_nobody_logs_is_one_line_with_those_that_exist(new_run, tmp_path):
+    line = "^monitor=val/acc decides .* only .*val/loss, val/perplexity is logged; monitor one"
+    with pytest.raises(UserError, match=line):
+        new_run(max_steps=4, val_every=1).fit(Checkpoints(tmp_path, monitor="val/acc"))
+    unmonitored = Checkpoints(tmp_path, every=2, keep_best=0, keep_last=9, monitor="val/acc")
+    new_run(max_steps=4, val_every=1).fit(unmonitored)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_values_of_another_metric_do_not_count(tmp_path):
+    before = Checkpoints(tmp_path, monitor="val/score")
+    before.values = {1: 2.0}
+    checkpoint_path(tmp_path, 1).touch()
+    same, other = Checkpoints(tmp_path, monitor="val/score"), Checkpoints(tmp_path)
+    same.load_state_dict(before.state_dict())
+    other.load_state_dict(before.state_dict())
+    assert (same.values, other.values) == ({1: 2.0}, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"every": 0}, "every=0 must be at least 1"),
+        ({"keep_last": 0}, "keep_last=0 must be at least 1"),
+        ({"keep_best": -1}, "keep_best=-1 must be at least 0"),
+        ({"mode": "largest"}, "mode=largest is not one of min, max"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(tmp_path, settings, line):
+    with pytest.raises(UserError, match=f"^{line}$"):
+        Checkpoints(tmp_path, **settings)
+
+
+LIGHTNINGS_NOISE = pytest.mark.filterwarnings(
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated",
+    "ignore:The '.*_dataloader' does not have many workers",
+)
+
+
+def plain_trainer(run, *callbacks, **settings):
+    """Return a Trainer without any plug-in of ours but `callbacks`."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        callbacks=[*callbacks],
+        logger=False,
+        accumulate_grad_batches=run.batch.accumulation,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+@LIGHTNINGS_NOISE
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_epochs": 3}, [4, 8, 9]),  # three steps each; a validation after each epoch
+        ({"max_epochs": 3, "limit_val_batches": 0}, [4, 8, 9]),
+        ({"max_epochs": 3, "val_check_interval": 4}, [4, 8, 9]),  # after steps 2, 5, 8
+        ({"max_epochs": -1, "max_steps": 5}, [4, 5]),
+    ],
+)
+def test_a_run_bounded_by_epochs_saves_due_steps_and_its_end(new_run, tmp_path, settings, steps):
+    run = new_run(max_steps=99)
+    checkpoints = Checkpoints(tmp_path, every=4, keep_last=9, keep_best=0)
+    plain_trainer(run, checkpoints, limit_train_batches=6, **settings).fit(run.module, run.data)
+    assert steps_in(tmp_path) == steps
+
+
+@LIGHTNINGS_NOISE
+def test_neither_a_sanity_check_nor_a_validation_alone_saves(new_run, tmp_path):
+    run = new_run(max_steps=3)
+    checkpoints = Checkpoints(tmp_path, every=1)
+    trainer = plain_trainer(run, checkpoints, max_steps=3, num_sanity_val_steps=2)
+    trainer.validate(run.module, run.data, verbose=False)
+    assert steps_in(tmp_path) == []
+    trainer.fit(run.module, run.data)
+    assert steps_in(tmp_path) == [3]
+
+
+def test_a_monitored_metric_of_each_rank_alone_is_rank_0_s(on_ranks, new_run, tmp_path):
+    """Ranks that decide by values of their own would wait for each other in a save."""
+
+    def fit(rank):
+        os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        run = new_run(max_steps=4, val_every=1)
+        values = {step: float(step if rank else -step) for step in range(1, 5)}
+        checkpoints = Checkpoints(tmp_path, every=None, monitor="val/score")
+        strategy = strategies.ddp(
+            process_group_backend="gloo", timeout_seconds=60, comm_hook="none"
+        )
+        run.fit(Score(values), checkpoints, strategy=strategy, devices=2)
+        return checkpoints.values
+
+    assert on_ranks(2, fit) == [{4: -4.0}, {1: -1.0, 2: -2.0, 3: -3.0, 4: -4.0}]
+
+
+def test_it_is_told_before_a_step_s_end_whether_a_validation_follows(new_run, tmp_path):
+    told = []
+
+    class Told(StepCallback):
+        def on_step_end(self, trainer, _module, step):
+            if checkpoints.validates(trainer):
+                told.append(step)
+
+    run = new_run(max_steps=8, val_every=3)
+    checkpoints, validation = run.checkpoints(tmp_path), Losses(tmp_path, {})
+    run.fit(Told(), validation, checkpoints)
+    assert told == [*validation.seen] == [3, 6, 8]

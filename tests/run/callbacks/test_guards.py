@@ -1,13 +1,18 @@
 """Replicas that differ and steps that don't end: both end the run."""
 
 import json
+import os
 import re
+from pathlib import Path
 
+import lightning
 import pytest
 import torch
+from lightning import Callback
 
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.errors import RunError
-from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
+from lockstep_gpt.run.callbacks.guards import Guards, refuse_differing_replicas
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 
@@ -88,3 +93,85 @@ def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, 
     assert "in on_train_batch_start" in (command.folder / "run/ranks/1.log").read_text()
     assert json.loads((command.folder / "run/failed.json").read_text())["status"] == 1
     assert not processes_of(command.folder / "run")
+
+
+class Foreign(lightning.LightningModule):
+    """A plain module that knows nothing of this project."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 2)
+
+    def training_step(self, batch, _index):
+        return self.net(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Flip(Callback):
+    """Changes a weight on one rank after a step, where nobody sees it."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            pl_module.net.weight.data[0, 0] += 1
+
+
+def foreign_run(*callbacks, **settings):
+    torch.manual_seed(0)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        callbacks=[*callbacks],
+        max_steps=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    rows = [{"x": row} for row in torch.ones(40, 3)]
+    trainer.fit(Foreign(), torch.utils.data.DataLoader(rows, batch_size=2))
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on loaders
+def test_a_replica_of_any_module_is_compared(on_ranks):
+    def fit(_rank):
+        os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        ddp = strategies.ddp(process_group_backend="gloo", timeout_seconds=60, comm_hook="none")
+        guards = Guards(replicas_every=2, stall_after=None)
+        try:
+            foreign_run(Flip(3), guards, strategy=ddp, devices=2)
+        except RunError as error:
+            return str(error)
+        return None
+
+    for line in on_ranks(2, fit):
+        assert line.startswith("step 4: the weights of ranks differ, first in net.weight, on rank")
+
+
+STALLED = """
+import time, warnings
+warnings.simplefilter("ignore")
+from lightning import Callback
+from tests.run.callbacks.test_guards import foreign_run
+from lockstep_gpt.run.callbacks.guards import Guards
+
+class Hang(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3:
+            time.sleep(600)
+
+foreign_run(Guards(stall_after=1), Hang())
+"""
+
+
+@pytest.mark.slow
+def test_a_stall_in_any_trainer_shows_the_stack_and_ends(command):
+    process = command.start_python("-c", STALLED, PYTHONPATH=str(Path.cwd()))
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "rank 0: no step for 1 s (guard.stall_after); its stack:" in output
+    assert "in on_train_batch_start" in output

@@ -34,7 +34,8 @@ def kept(new_run, directory):
         checkpoints = run.checkpoints(directory.checkpoints)
         hashes = WeightHashes()
         hashes.weights = dict.fromkeys(range(9), "known")
-        state = StateInMemory(run.config, checkpoints, hashes, writer)
+        lost = run.config.loses_error
+        state = StateInMemory(checkpoints, hashes, writer, every=memory, loses_error=lost)
         state.ranks = ranks or Ranks()
         state.prepare(SingleDeviceStrategy(), 1 << 16, None)
         return run, checkpoints, state

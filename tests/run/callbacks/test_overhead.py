@@ -98,9 +98,20 @@ def test_a_run_in_a_caller_s_process_freezes_nothing(new_run, tmp_path, monkeypa
         gc.freeze()
 
 
+def overhead_of(run, checkpoints, **tokens):
+    return Overhead(
+        checkpoints,
+        run.config.val_every,
+        compiled=run.config.compile,
+        background=run.config.checkpoint.background,
+        grace_seconds=run.config.launch.grace_seconds,
+        **tokens,
+    )
+
+
 def fitted(run, folder, *callbacks, io=None):
     checkpoints = run.checkpoints(folder)
-    overhead = Overhead(run.config, checkpoints)
+    overhead = overhead_of(run, checkpoints)
     run.fit(*callbacks, overhead, checkpoints, io=io)
     return overhead
 
@@ -155,14 +166,16 @@ def test_a_slow_validation_is_warned_of_once_with_settings(new_run, tmp_path, ca
 
 def test_fewer_tokens_are_named_only_if_they_fill_a_batch(new_run, tmp_path):
     run = new_run(val_every=5)
-    overhead = Overhead(run.config, run.checkpoints(tmp_path))
     forecast = Forecast(1000.0, Pauses(100, 10.0), Pauses(1, None))  # 18 times too much
+
+    def remedy(tokens):
+        counts = {"tokens_per_step": run.batch.tokens_per_step, "val_tokens": tokens}
+        return overhead_of(run, run.checkpoints(tmp_path), **counts)._rarer_validation(forecast)
+
     step_tokens = 4 * run.config.model.block_size
-    assert overhead._rarer_validation(forecast, 18 * step_tokens) == (
-        "val_every=90 or data.val_tokens=32"
-    )
-    assert overhead._rarer_validation(forecast, 18 * step_tokens - 1) == "val_every=90"
-    assert overhead._rarer_validation(forecast, None) == "val_every=90"
+    assert remedy(18 * step_tokens) == "val_every=90 or data.val_tokens=32"
+    assert remedy(18 * step_tokens - 1) == "val_every=90"
+    assert remedy(None) == "val_every=90"
 
 
 @pytest.mark.usefixtures("slow_disk")
@@ -200,7 +213,7 @@ def test_a_later_report_has_the_newest_validation(new_run, tmp_path, caplog):
     caplog.set_level("INFO")
     run = new_run(max_steps=9, val_every=2, checkpoint={"every": 6})
     checkpoints = run.checkpoints(tmp_path)
-    run.fit(Overhead(run.config, checkpoints), SlowAtFirst(), checkpoints)
+    run.fit(overhead_of(run, checkpoints), SlowAtFirst(), checkpoints)
     seconds = [re.search(r"validation \S+% \(\d x (\S+) s\)", line) for line in reports_in(caplog)]
     first, second = (float(match[1]) for match in seconds)
     assert first > 3 > second
@@ -225,7 +238,7 @@ def test_without_pauses_there_is_no_report(new_run, tmp_path, caplog):
     overhead = fitted(new_run(max_steps=4, val_every=100), tmp_path)
     assert reports_in(caplog) == []
     assert Overhead.in_summary(overhead, 4)["validation_share"] > 0  # the last step's
-    never_started = Overhead(overhead.config, overhead.checkpoints)
+    never_started = Overhead(overhead.checkpoints, overhead.val_every)
     assert set(never_started.in_summary(0).values()) == {None}
 
 

@@ -207,7 +207,8 @@ class Examination:
             return
         trainer = {**self.config.trainer, "accelerator": self.accelerator}
         self.config.trainer = trainer
-        backend = backend_of(self.config)
+        chosen = self.config.strategy.get("process_group_backend")
+        backend = backend_of(self.config.trainer["accelerator"], chosen)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", meeting.store),

@@ -131,7 +131,8 @@ class Room:
         accumulation = self._accumulation(micro_size, world_size)
         if self.sharing and world_size > 1:
             return self.together.states.gradients * (self.sharing.adds_whole and accumulation > 1)
-        copies = gradient_copies(self.config.batch, accumulation)
+        is_exact = self.config.batch.exact_micro_size is not None
+        copies = gradient_copies(accumulation, is_exact=is_exact)
         return copies * self.alone.states.gradients
 
     def _accumulation(self, micro_size: int, world_size: int) -> int:

@@ -199,9 +199,9 @@ def pauses(
         micro_batches = math.ceil(tokens / (batch.tokens_per_step / batch.accumulation))
         forward = (1 - BACKWARD_SHARE) * time.compute / batch.accumulation
         validation = micro_batches * forward
-    return Pauses(
-        validations_after(0, config, last), validation, saves_after(0, config, last), save
-    )
+    keeps_best = config.checkpoint.keep_best > 0
+    saves = saves_after(0, config.checkpoint.every, config.val_every, last, keeps_best=keeps_best)
+    return Pauses(validations_after(0, config.val_every, last), validation, saves, save)
 
 
 def _tensor_sums(room: Room) -> int:

@@ -17,7 +17,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.checkpoint import read_checkpoint
-from lockstep_gpt.run.trained_model import load_model, parser_of, with_newest
+from lockstep_gpt.training.trained_model import load_model, parser_of, with_newest
 
 
 def main(arguments: list[str]) -> int:

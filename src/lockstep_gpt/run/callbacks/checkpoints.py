@@ -1,29 +1,39 @@
 """Saves the run: periodically, at its best, at its end, and when a signal stops it."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lightning import Trainer
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.lightning_patches import validation_follows
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_content import joined
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.finite_states import refuse_broken_state
 from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.states import read_state
 from lockstep_gpt.run.resuming import rescale_batch_progress
+from lockstep_gpt.settings import check, check_choice
+
+
+@runtime_checkable
+class EndlessData(Protocol):
+    """A data module whose training data has no end, and begins after any number of samples."""
+
+    def resume_at(self, step: int, samples: int) -> None:
+        """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
 
 
 class Save(NamedTuple):
@@ -39,67 +49,127 @@ class Save(NamedTuple):
         return self.ended_at - self.started_at
 
 
+def nothing(_trainer: Trainer) -> Mapping[str, Any]:
+    """Return what a checkpoint has in addition to the training state: nothing."""
+    return {}
+
+
 @dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
-    """Keeps the newest checkpoints and those with the lowest validation losses."""
+    """Keeps the newest checkpoints, and those with the best values of a metric.
 
-    folder: Path  # where they are saved
-    config: Config  # when to save and to validate, and how many to keep
-    content: dict[str, Any]  # saved in every checkpoint, next to the training state
-    total_steps: int  # optimizer steps of the run
+    It saves after the last step, and after the validation of the steps that have one. It needs no
+    other part: any module with any optimizer is saved as it is, once all its numbers are finite.
+
+    Args:
+        folder: where they are saved.
+        every: optimizer steps between checkpoints; None: only at the end, and the best.
+        keep_last: how many of the newest to keep.
+        keep_best: how many of the best to keep, saved at most once in `every` steps.
+        monitor: the logged metric that decides which are the best; not needed if none is kept.
+        mode: whether the smallest value is the best, or the largest: `min` or `max`.
+        content: returns what every checkpoint has in addition to the training state.
+    """
+
+    folder: Path
+    every: int | None = 500
+    keep_last: int = 1
+    keep_best: int = 1
+    monitor: str = "val/loss"
+    mode: str = "min"
+    content: Callable[[Trainer], Mapping[str, Any]] = nothing
     urgent: bool = field(default=False, init=False)  # if set, save after the next validation
-    # Step of a kept checkpoint -> its validation loss.
-    losses: dict[int, float] = field(default_factory=dict, init=False)
-    last_validated: int = field(default=0, init=False)  # step of the last save with a loss
+    # Step of a kept checkpoint -> its value of the metric.
+    values: dict[int, float] = field(default_factory=dict, init=False)
+    last_validated: int = field(default=0, init=False)  # step of the last save with a value
     saves: list[Save] = field(default_factory=list, init=False)  # of this process
     # Of later steps than the first one here: of a model that the run left with `resume_force`.
     _others: list[Path] = field(default_factory=list, init=False)
+    _last_saved: int = field(default=0, init=False)  # step; at first, where training starts
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)
+        check("every", self.every, self.every is None or self.every >= 1, "must be at least 1")
+        check("keep_last", self.keep_last, self.keep_last >= 1, "must be at least 1")
+        check("keep_best", self.keep_best, self.keep_best >= 0, "must be at least 0")
+        check_choice("mode", self.mode, ("min", "max"))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where a new or resumed run starts."""
         super().on_train_start(trainer, pl_module)
+        self._last_saved = trainer.global_step
         present = files.checkpoints_in(self.folder)
         self._others = [path for path in present if files.step_of(path) > trainer.global_step]
 
     def validates(self, trainer: Trainer) -> bool:
         """Return whether a validation follows the optimizer step that just ended."""
-        last = trainer.should_stop or trainer.global_step == self.total_steps
-        return trainer.enable_validation and (
-            last or trainer.global_step % self.config.val_every == 0
-        )
+        is_last = trainer.global_step == trainer.max_steps  # `on_step_end` stops training then
+        return trainer.enable_validation and (is_last or validation_follows(trainer))
 
-    def is_due(self, step: int) -> bool:
-        """Return whether optimizer step `step` is saved regardless of its loss."""
-        every = self.config.checkpoint.every
-        return step == self.total_steps or (every is not None and step % every == 0)
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether optimizer step `step` is saved regardless of its value."""
+        return step == last_step or (self.every is not None and step % self.every == 0)
 
-    def is_best(self, step: int, loss: float) -> bool:
-        """Return whether the validation loss after `step` decides to save.
+    def is_best(self, step: int, value: float) -> bool:
+        """Return whether the metric's value after `step` decides to save.
 
         Early in a run, each validation is the best so far; saving each could cost more than a
-        tenth of the time.
+        tenth of the time. A value that is not a number never is the best.
         """
-        best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
-        return loss in best and step - self.last_validated >= (self.config.checkpoint.every or 0)
+        best = sorted([*self.values.values(), value], key=self._rank)[: self.keep_best]
+        is_apart = step - self.last_validated >= (self.every or 0)
+        return not math.isnan(value) and value in best and is_apart
+
+    def _rank(self, value: float) -> float:
+        return -value if self.mode == "max" else value
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save now only if no validation follows; else the saved state would mark it as done."""
-        if step == self.total_steps:
+        if step == trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates a last time, at any step
-        if (self.is_due(step) or trainer.should_stop) and not self.validates(trainer):
+        is_due = self.is_due(step, trainer.max_steps)
+        if (is_due or trainer.should_stop) and not self.validates(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save if due, among the best so far, or the last because a callback stops the run."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
         step = trainer.global_step
-        loss = float(trainer.callback_metrics["val/loss"])
-        if self.urgent or trainer.should_stop or self.is_due(step) or self.is_best(step, loss):
-            self.losses[step] = loss
+        value = self._monitored(trainer)
+        is_due = self.is_due(step, trainer.max_steps)
+        if self.urgent or trainer.should_stop or is_due or self.is_best(step, value):
+            if not math.isnan(value):
+                self.values[step] = value
             self.last_validated = step
             self.save(trainer)
 
+    def _monitored(self, trainer: Trainer) -> float:
+        """Return the metric's value on rank 0, by which all ranks decide the same.
+
+        Raises:
+            UserError: nobody has logged it, and the best are kept.
+        """
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None and self.keep_best > 0:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise UserError(
+                f"monitor={self.monitor} decides which checkpoints are the best, but only {logged} "
+                "is logged; monitor one of these, log it with `self.log`, or set keep_best=0"
+            )
+        return float(from_rank_zero(math.nan if value is None else float(value)))
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save the end of a run that its epochs or another callback ended between two saves."""
+        if trainer.global_step > self._last_saved:
+            self.save(trainer)
+
     def save(self, trainer: Trainer) -> Path:
-        """Save, on every rank, the state after the last optimizer step, or raise a `RunError`."""
+        """Save, on every rank, the state after the last optimizer step, or raise a `RunError`.
+
+        A state that is not finite is never saved: the newest good checkpoint stays the newest.
+        """
+        refuse_broken_state(trainer, self.newest)
         path = files.checkpoint_path(self.folder, trainer.global_step)
         if not self.saves:
             self._make_room(trainer)
@@ -108,7 +178,15 @@ class Checkpoints(StepCallback, Checkpoint):
         if trainer.is_global_zero:
             self._prune(trainer, path)
         self.saves.append(Save(path, started_at, time.perf_counter()))
+        self._last_saved = trainer.global_step
         return path
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint of this model that this rank sees; None: there is none."""
+        if self.saves:
+            return self.saves[-1].path
+        present = [path for path in self._present() or [] if path not in self._others]
+        return present[-1] if present else None
 
     def _make_room(self, trainer: Trainer) -> None:
         """Move checkpoints of another model away, before the first save."""
@@ -120,57 +198,62 @@ class Checkpoints(StepCallback, Checkpoint):
     def _prune(self, trainer: Trainer, new: Path) -> None:
         """Delete checkpoints neither among the newest nor the best, once `new` is saved."""
         present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
-        newest = present[-self.config.checkpoint.keep_last :]
-        best = self._best_steps()[: self.config.checkpoint.keep_best]
+        newest = present[-self.keep_last :]
+        best = self._best_steps()[: self.keep_best]
         for path in present:
             if path not in (new, *newest) and files.step_of(path) not in best:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
-                self.losses.pop(files.step_of(path), None)
+                self.values.pop(files.step_of(path), None)
 
     def _best_steps(self) -> list[int]:
-        """Return the steps of checkpoints with a loss, the best first."""
-        return sorted(self.losses, key=self.losses.__getitem__)
+        """Return the steps of checkpoints with a value, the best first."""
+        return sorted(self.values, key=lambda step: self._rank(self.values[step]))
 
     def in_summary(self, _step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries on checkpoints."""
         best_checkpoint = None
-        if self.losses:
+        if self.values:
             best_checkpoint = str(files.checkpoint_path(self.folder, self._best_steps()[0]))
         present = files.checkpoints_in(self.folder)
         last_checkpoint = str(present[-1]) if present else None
         return {"best_checkpoint": best_checkpoint, "last_checkpoint": last_checkpoint}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
-        """Add the configuration, the tokenizer, and the counts of samples and tokens."""
-        samples = samples_seen(trainer, self.config)
-        tokens = samples * self.config.model.block_size
-        checkpoint.update(self.content, samples=samples, tokens=tokens)
+        """Add what every checkpoint has in addition to the training state."""
+        checkpoint.update(self.content(trainer))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Continue at the saved sample, with this run's own accumulation."""
         data: Any = getattr(trainer, "datamodule", None)
-        if isinstance(data, TokenDataModule):
+        if isinstance(data, EndlessData):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
             rescale_batch_progress(checkpoint, trainer.accumulate_grad_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides which validation is among the best, and which saves."""
-        return {"losses": dict(self.losses), "last_validated": self.last_validated}
+        return {
+            "losses": dict(self.values),  # the name that readers know
+            "last_validated": self.last_validated,
+            "monitor": self.monitor,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the losses of checkpoints that still exist: rank 0 checks."""
-        present = from_rank_zero(self._present_steps())
-        losses = state_dict["losses"]
-        if present is not None:
-            losses = {step: loss for step, loss in losses.items() if step in present}
-        self.losses = dict(losses)
+        """Restore the values of checkpoints that still exist: rank 0 checks."""
+        present = from_rank_zero(self._present())
+        values = state_dict["losses"]
         # Earlier versions saved only the losses.
-        self.last_validated = state_dict.get("last_validated", max(losses, default=0))
+        self.last_validated = state_dict.get("last_validated", max(values, default=0))
+        if state_dict.get("monitor", "val/loss") != self.monitor:
+            values = {}  # of another metric
+        if present is not None:
+            steps = [*map(files.step_of, present)]
+            values = {step: value for step, value in values.items() if step in steps}
+        self.values = dict(values)
 
-    def _present_steps(self) -> list[int] | None:
-        """Return the steps of present checkpoints; None if a state in memory is all there is."""
+    def _present(self) -> list[Path] | None:
+        """Return the present checkpoints; None if a state in memory is all there is."""
         try:
-            return [*map(files.step_of, files.checkpoints_in(self.folder))]
+            return files.checkpoints_in(self.folder)
         except UserError:  # the next save fails, if the folder stays unreadable
             return None
 
@@ -248,13 +331,3 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""
-
-
-def samples_seen(trainer: Any, config: Config) -> int:
-    """Return how many samples all ranks together have seen."""
-    data = trainer.datamodule
-    if isinstance(data, TokenDataModule):
-        return data.samples_seen(trainer.global_step)
-    size = config.batch.global_size
-    assert size is not None, "decided before there are ranks"
-    return int(trainer.global_step * size)

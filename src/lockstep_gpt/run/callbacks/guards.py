@@ -7,11 +7,13 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -19,10 +21,9 @@ import torch
 import torch.distributed as dist
 from lightning import Trainer
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
-from lockstep_gpt.distributed.ranks import backend_of, longest_wait
+from lockstep_gpt.distributed.ranks import LONGEST_WAIT, backend_here
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.exits import Exit
@@ -42,11 +43,13 @@ WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's wat
 class Guards(StepCallback):
     """Ends a run whose replicas differ, or that stopped making steps."""
 
-    config: Config  # when to look, and how long a step may take
-    directory: RunDirectory  # where the failure of a stalled run is recorded
-    rank: int  # of this process
-    terminal: TextIO  # where the stack of a stalled rank is shown
+    directory: RunDirectory | None = None  # where the failure of a stalled run is recorded
+    stall_after: float | None = 1800.0  # seconds without a step; None: no limit
+    replicas_every: int | None = 500  # steps between comparisons; None: only at saves
+    timeout: float = LONGEST_WAIT  # seconds that ranks wait for another one
+    terminal: TextIO = field(default_factory=lambda: sys.stderr)  # shows a stalled rank's stack
     compares_saved: bool = field(default=True, init=False)  # whether it compares what is saved
+    _rank: int = field(default=0, init=False)  # of this process
     _last_progress: float = field(default=0.0, init=False)  # clock
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
     _watcher: threading.Thread | None = field(default=None, init=False)
@@ -55,11 +58,12 @@ class Guards(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start a thread that only watches the clock."""
         super().on_train_start(trainer, pl_module)
-        if self.rank == 0 and trainer.world_size > 1:
+        self._rank = trainer.global_rank
+        if self._rank == 0 and trainer.world_size > 1:
             warn_of_own_statistics(pl_module)
         self._last_progress = time.monotonic()
-        if self.config.guard.stall_after is not None:
-            limit = stall_limit(self.config, self.config.guard.stall_after)
+        if self.stall_after is not None:
+            limit = stall_limit(self.stall_after, backend_joined(), self.timeout)
             self._on_pause_before = signal.signal(signal.SIGTSTP, self._pause)
             self._watcher = threading.Thread(target=self._watch, args=[limit], daemon=True)
             self._watcher.start()
@@ -75,13 +79,13 @@ class Guards(StepCallback):
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Compare the replicas if that is due."""
-        if self.config.guard.replicas_every and step % self.config.guard.replicas_every == 0:
-            self._compare_replicas(trainer, pl_module.model, step)
+        if self.replicas_every and step % self.replicas_every == 0:
+            self._compare_replicas(trainer, pl_module, step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Compare the replicas before anything is written."""
         if self.compares_saved:
-            self._compare_replicas(trainer, pl_module.model, trainer.global_step)
+            self._compare_replicas(trainer, pl_module, trainer.global_step)
 
     def _compare_replicas(self, trainer: Trainer, model: torch.nn.Module, step: int) -> None:
         if layout_of(trainer.strategy).has_replicas:
@@ -127,21 +131,26 @@ class Guards(StepCallback):
     def _end_process(self, stall_after: float) -> None:
         """Show this rank's stack, record the failure, and end the process."""
         error = f"no step for {stall_after:g} s (guard.stall_after)"
-        line = f"rank {self.rank}: {error}"
+        line = f"rank {self._rank}: {error}"
         text = f"{line}; its stack:\n{stacks()}"
         # In one piece: all ranks print at the same time.
         print(text, file=self.terminal, flush=True)
-        last_line.append(self.directory.log_of(self.rank), text)
-        last_line.record(self.directory, self.rank, Exit.FAILED, error, line)
+        if self.directory is not None:
+            last_line.append(self.directory.log_of(self._rank), text)
+            last_line.record(self.directory, self._rank, Exit.FAILED, error, line)
+            self._write_collectives(self.directory.rank_logs)
+        time.sleep(STALL_GRACE)
+        if self.directory is not None:
+            last_line.show_end_of_rank(self.directory, self._rank, Exit.FAILED, self.terminal)
+        os._exit(Exit.FAILED)
+
+    def _write_collectives(self, folder: Path) -> None:
+        """Write this rank's last collectives to `folder`, if they were recorded, and say so."""
         with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
-            folder = self.directory.rank_logs
-            path = write_trace(backend_of(self.config), folder, self.rank)
+            path = write_trace(backend_joined(), folder, self._rank)
             if path:
                 text = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {folder})"
-                print(f"rank {self.rank}: {text}", file=self.terminal, flush=True)
-        time.sleep(STALL_GRACE)
-        last_line.show_end_of_rank(self.directory, self.rank, Exit.FAILED, self.terminal)
-        os._exit(Exit.FAILED)
+                print(f"rank {self._rank}: {text}", file=self.terminal, flush=True)
 
 
 @contextlib.contextmanager
@@ -177,15 +186,24 @@ def stacks() -> str:
         return file.read().decode(errors="replace")
 
 
-def stall_limit(config: Config, stall_after: float) -> float:
+def backend_joined() -> str:
+    """Return the backend of the process group; "" if there is none."""
+    return backend_here() if dist.is_initialized() else ""
+
+
+def stall_limit(stall_after: float, backend: str, timeout: float) -> float:
     """Return the seconds without a step after which a run ends.
 
     With NCCL, hosts don't wait for collectives: steps seem to continue for a while after one hangs.
     NCCL's watchdog, which shows nothing and whose abort looks like a kill, must not come first.
+
+    Args:
+        stall_after: the seconds that the user allows.
+        backend: of the process group.
+        timeout: seconds that ranks wait for another one.
     """
-    if backend_of(config) != "nccl":
+    if backend != "nccl":
         return stall_after
-    timeout = longest_wait(config)
     return min(stall_after, max(timeout - WATCHDOG_MARGIN, timeout / 2))
 
 

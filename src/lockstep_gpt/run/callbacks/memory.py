@@ -9,7 +9,6 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
@@ -18,6 +17,7 @@ from lockstep_gpt.run.callbacks.guards import without_comparison
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.finite_states import own_part, refuse_broken_state
 from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_folder
 from lockstep_gpt.run.memory.room import refuse_little_room
@@ -36,10 +36,12 @@ class StateInMemory(StepCallback, Checkpoint):
     moves a `Checkpoint` behind all callbacks that aren't.
     """
 
-    config: Config
     checkpoints: Checkpoints
     hashes: WeightHashes
     writer: MemoryWriter | None  # None: another rank of this machine writes
+    every: int | str | bool = "auto"  # steps between states; auto: in 1 % of the time; False: none
+    loses_error: bool = False  # whether the strategy accumulates an error that no state has
+    saves_parts: bool = False  # whether each rank saves its shards; no checkpoint has a hash then
     turns: MemoryTurns = field(init=False)
     ranks: Ranks = field(default_factory=Ranks.from_environment)
     line: str | None = field(default=None, init=False)  # of the receipt
@@ -49,7 +51,7 @@ class StateInMemory(StepCallback, Checkpoint):
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
 
     def __post_init__(self) -> None:
-        self.turns = MemoryTurns(self.config.checkpoint.memory)
+        self.turns = MemoryTurns(self.every)
 
     def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
         """Take the memory, on the ranks that write.
@@ -59,15 +61,14 @@ class StateInMemory(StepCallback, Checkpoint):
             size: bytes of a state.
             resumed: what the run continues from; None: step 0.
         """
-        setting = self.config.checkpoint.memory
         self._size = size
         is_pointless = self.ranks.world_size == 1
         if self.writer is None or self.writer.shards is None:  # else all ranks must agree
             is_pointless |= not files.SHARED_MEMORY.is_dir()
-        if setting is False or (setting == "auto" and is_pointless):
+        if self.every is False or (self.every == "auto" and is_pointless):
             self.writer = None
             return
-        if self.config.strategy.get("comm_hook") == "powersgd":
+        if self.loses_error:
             self.writer = None
             self.line = "off: no state has powersgd's accumulated error"
             return
@@ -85,7 +86,7 @@ class StateInMemory(StepCallback, Checkpoint):
                 logger.warning("this machine keeps no state in memory: %s", fault)
             return
         self.turns.is_on = self.ranks.rank == 0
-        self.line = self._receipt_line(setting)
+        self.line = self._receipt_line()
 
     def _start(self, writer: MemoryWriter, kept: KeptState | None) -> str | None:
         """Take the memory; return why that fails, on any rank if each writes its shards."""
@@ -97,7 +98,7 @@ class StateInMemory(StepCallback, Checkpoint):
             self._size = -(-self._size // self.ranks.world_size)
         fault = None
         try:
-            if self.config.checkpoint.memory == "auto":
+            if self.every == "auto":
                 refuse_little_room(make_folder(writer.identity), self._size_on_machine())
             writer.start(self._size, kept)
         except SharedMemoryError as error:
@@ -111,11 +112,11 @@ class StateInMemory(StepCallback, Checkpoint):
             writer.copy_to_next_machine(kept)
         return fault
 
-    def _receipt_line(self, setting: Any) -> str:
-        if setting == "auto":
+    def _receipt_line(self) -> str:
+        if self.every == "auto":
             rate = "as often as it takes 1 % of the time"
         else:
-            rate = f"every {setting} steps"
+            rate = f"every {self.every} steps"
         what = "the newest state"
         if self.writer is not None and self.writer.shards and self.writer.shards.ring:
             what += ", and a copy of another machine's part"
@@ -148,7 +149,7 @@ class StateInMemory(StepCallback, Checkpoint):
         if self.writer is None or self._is_unable():
             return True
         self._note_background(self.writer)
-        if self.config.strategy.get("save_parts"):
+        if self.saves_parts:
             return False  # then checkpoints have no hash
         saves = self.checkpoints.saves
         return bool(saves) and step_of(saves[-1].path) not in self.hashes.weights
@@ -177,7 +178,7 @@ class StateInMemory(StepCallback, Checkpoint):
             self.turns.note_step(now - self._clock)
         self._clock = now
         self._tell_interval()
-        if not self.turns.decided or step == self.checkpoints.total_steps or trainer.should_stop:
+        if not self.turns.decided or step == trainer.max_steps or trainer.should_stop:
             return
         if self.checkpoints.validates(trainer):
             self._waits = True  # else the state would mark the validation as done
@@ -209,6 +210,7 @@ class StateInMemory(StepCallback, Checkpoint):
         if module.device.type == "cpu":
             trainer.strategy.barrier()  # the next gradients would wait for the slowest rank too
         started = time.perf_counter()
+        refuse_broken_state(trainer, self.checkpoints.newest)  # no later step would be better
         state = kept_state(trainer)
         weights = self.hashes.weights
         is_whole = self.writer is None or self.writer.shards is None
@@ -250,12 +252,4 @@ def addresses_of_updated(trainer: Trainer, module: torch.nn.Module) -> set[int]:
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return {own_memory(tensor).data_ptr() for tensor in tensors}
-
-
-def own_memory(tensor: Any) -> torch.Tensor:
-    """Return a tensor in memory: of a sharded one, this rank's shard."""
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
+    return {own_part(tensor).data_ptr() for tensor in tensors}

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from lightning import Trainer
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.processes import freeze_lasting_objects
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -75,8 +73,13 @@ class Overhead(StepCallback):
     After the first step, it also excludes what stays from garbage collection, which would pause.
     """
 
-    config: Config  # how often they happen
     checkpoints: Checkpoints  # which measure how long training waits for each
+    val_every: int  # optimizer steps between validations
+    compiled: bool = False  # whether the first validation compiles the model
+    background: bool = False  # whether checkpoints are written while training continues
+    grace_seconds: float = 60.0  # for the last save, after a signal
+    tokens_per_step: int | None = None  # over all ranks
+    val_tokens: int | None = None  # of one validation
     validations: list[float] = field(default_factory=list, init=False)  # seconds of each
     _started_at: float | None = field(default=None, init=False)  # clock before the first step
     _seen_at: float = field(default=0.0, init=False)  # clock after the last step or validation
@@ -117,21 +120,27 @@ class Overhead(StepCallback):
         validation = self._validation_seconds()
         saving = self._saving_seconds()
         known = (validation is not None, saving is not None)
-        if known == self._reported or step >= self.checkpoints.total_steps:
+        total_steps = trainer.max_steps
+        if known == self._reported or step >= total_steps:
             return
         self._reported = known
-        total_steps = self.checkpoints.total_steps
         forecast = Forecast(
             self._step_seconds(pl_module.device, step) * (total_steps - step),
-            Pauses(validations_after(step, self.config, total_steps), validation),
-            Pauses(saves_after(step, self.config, total_steps), saving),
+            Pauses(validations_after(step, self.val_every, total_steps), validation),
+            Pauses(self._saves_after(step, total_steps), saving),
         )
         logger.info("%s", forecast)
-        self._warn(forecast, tokens_of_validation(trainer))
+        self._warn(forecast)
+
+    def _saves_after(self, step: int, total_steps: int) -> int:
+        """Return how many saves follow optimizer step `step`."""
+        keeps_best = self.checkpoints.keep_best > 0
+        every = self.checkpoints.every
+        return saves_after(step, every, self.val_every, total_steps, keeps_best=keeps_best)
 
     def _validation_seconds(self) -> float | None:
         """Return the seconds of the newest validation; the first may compile the model."""
-        first = 1 if self.config.compile else 0
+        first = 1 if self.compiled else 0
         return self.validations[-1] if len(self.validations) > first else None
 
     def _saving_seconds(self) -> float | None:
@@ -140,7 +149,7 @@ class Overhead(StepCallback):
         In background, that is a copy in memory, which the first one allocates, and the end of the
         write before.
         """
-        first = 1 if self.config.checkpoint.background else 0
+        first = 1 if self.background else 0
         saves = self.checkpoints.saves
         return saves[-1].seconds if len(saves) > first else None
 
@@ -151,7 +160,7 @@ class Overhead(StepCallback):
         pauses = sum(self.validations) + self._seconds_of_saves()
         return (clock_of(device) - clock - pauses) / (step - first)
 
-    def _warn(self, forecast: Forecast, tokens: int | None) -> None:
+    def _warn(self, forecast: Forecast) -> None:
         """Warn if the pauses take long, and name settings with which they take their limit."""
         both = forecast.known.values()
         share = forecast.share(*both)
@@ -159,7 +168,7 @@ class Overhead(StepCallback):
             return
         remedies = {}
         if forecast.share(forecast.validation) > LIMIT:
-            remedies["validation"] = self._rarer_validation(forecast, tokens)
+            remedies["validation"] = self._rarer_validation(forecast)
         if forecast.share(forecast.saving) > LIMIT:
             remedies["saving"] = self._rarer_saving(forecast)
         if remedies.keys() <= self._warned:
@@ -173,18 +182,19 @@ class Overhead(StepCallback):
             ", and ".join(remedies.values()),
         )
 
-    def _rarer_validation(self, forecast: Forecast, tokens: int | None) -> str:
+    def _rarer_validation(self, forecast: Forecast) -> str:
         excess = forecast.excess(forecast.validation)
-        remedy = f"val_every={self.config.val_every * excess}"
-        step_tokens = (self.config.batch.global_size or 1) * self.config.model.block_size
-        if tokens is not None and tokens >= excess * step_tokens:  # with fewer, ranks would idle
-            remedy += f" or data.val_tokens={power_of_two(tokens // excess)}"
+        remedy = f"val_every={self.val_every * excess}"
+        if self.val_tokens is None or self.tokens_per_step is None:
+            return remedy
+        if self.val_tokens >= excess * self.tokens_per_step:  # with fewer, ranks would idle
+            remedy += f" or data.val_tokens={power_of_two(self.val_tokens // excess)}"
         return remedy
 
     def _rarer_saving(self, forecast: Forecast) -> str:
-        every = self.config.checkpoint.every or self.config.val_every
+        every = self.checkpoints.every or self.val_every
         remedy = f"checkpoint.every={every * forecast.excess(forecast.saving)}"
-        if not self.config.checkpoint.background:
+        if not self.background:
             remedy = f"checkpoint.background=true or {remedy}"
         return remedy
 
@@ -199,7 +209,7 @@ class Overhead(StepCallback):
             return
         self._has_timed_save = True
         seconds = written_at - first.started_at
-        grace = self.config.launch.grace_seconds
+        grace = self.grace_seconds
         if seconds > grace / 2:
             logger.warning(
                 "a save takes %s s, more than half of launch.grace_seconds=%s: after a signal, "
@@ -229,14 +239,6 @@ def clock_of(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-def tokens_of_validation(trainer: Any) -> int | None:
-    """Return the tokens that one validation reads; None if the data module doesn't say."""
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, TokenDataModule):
-        return None
-    return data.val_windows * data.block_size
 
 
 def power_of_two(number: int) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed.ranks import from_each_rank, gloo_group, longest_wait
+from lockstep_gpt.distributed.ranks import LONGEST_WAIT, from_each_rank, gloo_group
 from lockstep_gpt.lightning_patches import without_signal_handlers
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -89,6 +89,7 @@ class GracefulStop(StepCallback):
 
     checkpoints: Checkpoints
     turns: MemoryTurns = field(default_factory=MemoryTurns)  # when the state is kept in memory
+    timeout: float = LONGEST_WAIT  # seconds that a rank waits for another one's vote
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
     loop: Any = field(default_factory=dict, init=False)  # the attributes of Lightning's loop
 
@@ -106,7 +107,7 @@ class GracefulStop(StepCallback):
         stop_signals.note()
         self.loop = vars(trainer.fit_loop.epoch_loop)
         self.loop["_broadcast_sigterm_tensor"] = lambda: None
-        self.vote = StopVote(longest_wait(self.checkpoints.config))
+        self.vote = StopVote(self.timeout)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save and stop once all ranks know of a signal.
@@ -119,7 +120,7 @@ class GracefulStop(StepCallback):
         self.vote.cast(signum, self.turns.ballot(step + 1))
         if self.vote.is_alone:
             self.decided = signum  # at once
-        if step >= self.checkpoints.total_steps:
+        if step == trainer.max_steps:
             self.decided = 0  # the run ends anyway
         if not self.decided:
             return

@@ -8,8 +8,6 @@ from typing import Any
 from lightning import Callback
 from lightning.pytorch.callbacks import Timer
 
-from lockstep_gpt.config import Config
-
 logger = logging.getLogger(__name__)
 
 
@@ -25,9 +23,3 @@ class TimeLimitReport(Callback):
             if left is not None and left <= 0 and trainer.is_global_zero:
                 spent = timer.time_elapsed("train")
                 logger.info("the time limit was reached, after %.0f s of training", spent)
-
-
-def has_time_limit(config: Config) -> bool:
-    """Return whether a setting of Lightning limits the run's time."""
-    targets = [str(node.get("_target_", "")) for node in config.callbacks.values()]
-    return bool(config.trainer.get("max_time")) or any(name.endswith(".Timer") for name in targets)

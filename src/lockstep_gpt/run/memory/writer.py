@@ -8,9 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.ranks import Ranks, longest_wait
-from lockstep_gpt.distributed.strategies import is_sharded
+from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.copies import DeviceCopies
 from lockstep_gpt.run.memory.files import (
@@ -29,16 +27,30 @@ from lockstep_gpt.run.memory.states import mapped
 logger = logging.getLogger(__name__)
 
 
-def writer_of(directory: RunDirectory, config: Config, ranks: Ranks) -> MemoryWriter | None:
+def writer_of(
+    directory: RunDirectory,
+    ranks: Ranks,
+    *,
+    sharded: bool = False,
+    tensor_parallel: int = 1,
+    timeout: float = LONGEST_WAIT,
+) -> MemoryWriter | None:
     """Return what writes this machine's states, on its first rank; None on the others.
 
-    If ranks have shards, each writes its own. Every rank must call this.
+    Every rank must call this.
+
+    Args:
+        directory: the run.
+        ranks: this process among all.
+        sharded: whether each rank has shards of the state, and writes its own.
+        tensor_parallel: how many ranks split each matrix.
+        timeout: the longest wait for another rank in seconds.
     """
     identity = identity_of(directory)
-    if identity is None or config.checkpoint.memory is False:
+    if identity is None:
         return None
-    if is_sharded(config, ranks.world_size):
-        shards = RankShards.connected(ranks, longest_wait(config), config.tensor_parallel)
+    if sharded:
+        shards = RankShards.connected(ranks, timeout, tensor_parallel)
         return MemoryWriter(identity, shards)
     if ranks.local_rank > 0:
         return None

@@ -7,10 +7,10 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.run import trained_model
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
-from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.training import trained_model
+from lockstep_gpt.training.trained_model import load_model
 
 SHAPE = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 CONFIG = {
