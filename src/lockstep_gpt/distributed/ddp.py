@@ -1,5 +1,6 @@
 """DDP: every rank has the whole model, and gradients are averaged while backward runs."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from lightning.pytorch import strategies
 from torch import Tensor, nn
 
-from lockstep_gpt.lightning_patches import register_communication_hook, skip_teardown
+from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.torch_patches import compiling_one_graph
 
 
@@ -51,24 +52,41 @@ class DDPStrategy(strategies.DDPStrategy):
             return self.num_nodes > 1 and micro_batches == 1
         return bool(self.split_graph)
 
-    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    def configure_ddp(self) -> None:
         """Broadcast buffers in each step only if some are saved state, like BatchNorm's."""
-        wrapped = super()._setup_model(model)
+        model = self.model
+        assert model is not None
+        super().configure_ddp()
         if model.state_dict().keys().isdisjoint(name for name, _ in model.named_buffers()):
+            wrapped: Any = self.model
             wrapped.broadcast_buffers = False  # the argument has two names, by torch version
-        return wrapped
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for nothing that may need a lost peer."""
+        self._compiling.close()
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)
 
 
 class CompressedDDP(DDPStrategy):
-    """DDP that sends gradients in fewer bytes, on CPUs too."""
+    """DDP that sends gradients in fewer bytes; Lightning would register the hook only on GPUs.
 
-    def _register_ddp_hooks(self) -> None:
-        register_communication_hook(self)
+    Args:
+        hook: of torch, which sends one bucket of gradients.
+        state: its first argument.
+        arguments: of `DDPStrategy`.
+    """
+
+    def __init__(self, hook: Callable[..., Any], state: Any = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.hook = hook
+        self.state = state
+
+    def configure_ddp(self) -> None:
+        """Register the hook."""
+        super().configure_ddp()
+        wrapped: Any = self.model
+        wrapped.register_comm_hook(self.state, self.hook)
 
 
 def can_keep_gradients(strategy: strategies.Strategy) -> bool:
@@ -148,10 +166,9 @@ def build_ddp(
 
     if comm_hook == "powersgd":  # low-rank approximations (Vogels et al. 2019)
         state = powerSGD_hook.PowerSGDState(process_group=None)
-        hook = powerSGD_hook.powerSGD_hook
-        return CompressedDDP(ddp_comm_hook=hook, ddp_comm_state=state, **arguments)
+        return CompressedDDP(powerSGD_hook.powerSGD_hook, state, **arguments)
     hooks = {
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
     }
-    return CompressedDDP(ddp_comm_hook=hooks[comm_hook], **arguments)
+    return CompressedDDP(hooks[comm_hook], **arguments)

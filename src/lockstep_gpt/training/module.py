@@ -281,7 +281,7 @@ class GPTModule(lightning.LightningModule):
         losses = checkpoint.get("step_losses")  # None: of an earlier version
         if losses is not None:
             self.losses.load(losses, *data_place(self.trainer), accumulation)
-        rescale_batch_progress(checkpoint, accumulation)
+        rescale_batch_progress(checkpoint, self.trainer)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
 

@@ -30,6 +30,7 @@ from lockstep_gpt.extras.datasets.past import (
 )
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.training.receipt import times
 from lockstep_gpt.training.token_loss import TokenLoss
 
@@ -193,8 +194,7 @@ def _losses(module: Any) -> dict[str, float]:
 
 
 def _log(trainer: Any, row: dict[str, float]) -> None:
-    for logger_of_run in trainer.loggers:
-        logger_of_run.log_metrics(row, trainer.global_step)
+    log_row(trainer.loggers, row, trainer.global_step)
 
 
 def callbacks(

@@ -15,9 +15,9 @@ from lightning import Trainer
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.peaks import peak_of
-from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_axis
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep_gpt.run.metrics_rows import COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Metrics(StepCallback):
     _times: list[float] = field(default_factory=list, init=False)
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
     _paused_at: float = field(default=0.0, init=False)
-    _connector: Any = field(default=None, init=False)  # Lightning's own
+    _number: StepNumber | None = field(default=None, init=False)  # of the step, for our loggers
 
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
@@ -64,18 +64,22 @@ class Metrics(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
-        self._connector = count_logged_steps_from_one(trainer)
+        self._number = StepNumber(trainer)
+        number_rows(trainer.loggers, self._number)
         pl_module.logs_losses = False
         self._times = [time.perf_counter()]
 
     def on_train_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Let Lightning log again, on its own axis."""
+        """Let Lightning log again, and number rows itself."""
         pl_module.logs_losses = True
-        if self._connector is not None:
-            restore_axis(trainer, self._connector)
-            self._connector = None
+        number_rows(trainer.loggers, None)
 
     on_exception = on_train_end  # type: ignore[assignment]
+
+    def on_train_batch_start(self, *_arguments: Any) -> None:
+        """Number what is logged from now on."""
+        assert self._number is not None
+        self._number.begin()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Log a row if one is due, and at the end."""
@@ -163,8 +167,7 @@ class Metrics(StepCallback):
     def _log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         row = {"trainer/tokens": step * self.tokens_per_step, **metrics}
         self.row.update(row)
-        for row_logger in trainer.loggers:
-            row_logger.log_metrics(row, step)
+        log_row(trainer.loggers, row, step)
 
 
 def p50_and_p95(durations: list[float]) -> tuple[float, float]:
