@@ -263,6 +263,8 @@ def test_after_a_resume_logged_values_have_their_own_step(new_run, tmp_path, sta
     assert others == [(step - 1, value) for step, value in ours]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_rows_of_validation_batches_and_of_lightning_s_monitors_are_of_their_steps(new_run):
     ours = OurRows()
     callbacks = (Metrics(2, 1), LearningRateMonitor(), LogsValidations())
@@ -274,7 +276,7 @@ def test_rows_of_validation_batches_and_of_lightning_s_monitors_are_of_their_ste
     assert set(batches) == {2, 4, 6}
     rates = [step for step, row in ours.rows if any(name.startswith("lr-") for name in row)]
     assert set(rates) == {2, 4, 6}  # in each micro-batch
-    trainer.test(run.module, run.data, verbose=False)
+    trainer.validate(run.module, run.data, verbose=False)
     assert ours.rows[-1][0] == 6
 
 
