@@ -43,6 +43,14 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
+def set_logged_steps(checkpoint: dict[str, Any], number: int) -> None:
+    """Set a checkpoint's number of steps by which Lightning decides when to log, and at which step.
+
+    Lightning keeps it apart from its public `global_step`, and finds it only in its own entry.
+    """
+    checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] = number
+
+
 def skip_teardown(trainer: Trainer) -> None:
     """Let a Trainer that handles an exception leave its metrics and its module on the device.
 

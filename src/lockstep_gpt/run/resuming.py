@@ -18,6 +18,7 @@ from lockstep_gpt.distributed.ranks import (
     ranks_unlike_rank_zero,
 )
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.lightning_patches import set_logged_steps
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.checkpoint_content import (
@@ -274,10 +275,9 @@ def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None
         checkpoint: of any number of devices; changed in place.
         trainer: of this run, in which `val_check_interval` is a number of micro-batches.
     """
-    loop = checkpoint["loops"]["fit_loop"]
     step = checkpoint["global_step"]
     batches = step * trainer.accumulate_grad_batches
-    progress = loop["epoch_loop.batch_progress"]
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for scope in ("total", "current"):
         progress[scope] = dict.fromkeys(progress[scope], batches)
     interval = trainer.val_check_interval
@@ -286,7 +286,7 @@ def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None
     is_passed_over = (
         trainer.enable_validation and isinstance(interval, int) and batches % interval == 0
     )
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step - is_passed_over
+    set_logged_steps(checkpoint, step - is_passed_over)
 
 
 def apply_settings(
