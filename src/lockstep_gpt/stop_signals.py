@@ -132,6 +132,23 @@ def note() -> StopSignals:
     return received
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Only note the first signal in this context; leave a foreign process its handlers afterward.
+
+    A process of ours handles signals already, and goes on to do so. Only the main thread can.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+    elif signal.getsignal(signal.SIGTERM) == received.handle:
+        received.note()
+        yield
+    else:
+        with restored():
+            note()
+            yield
+
+
 def say(line: str) -> None:
     """Print a line from a signal's handler, which may have interrupted another print."""
     with contextlib.suppress(OSError):  # its reader, such as `tee`, got the same Ctrl-C

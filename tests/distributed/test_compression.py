@@ -1,9 +1,11 @@
 """Compressed gradients: how to ask for them, and where they are rejected."""
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy as LightningsDDP
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import devices
@@ -25,6 +27,27 @@ def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
     state, chosen = strategy.comm_hook
     assert chosen is hook
     assert (state is not None) == strategy.is_lossy == (name == "powersgd")
+
+
+def test_a_hook_is_called_on_cpus_too(on_ranks, new_run):
+    def calls(strategy_with):
+        count = 0
+
+        def hook(state, bucket):
+            nonlocal count
+            count += 1
+            return default_hooks.fp16_compress_hook(state, bucket)
+
+        new_run(max_steps=2).fit(strategy=strategy_with(hook), devices=2)
+        return count
+
+    def fit(_rank):
+        stock = calls(lambda hook: LightningsDDP(ddp_comm_hook=hook, process_group_backend="gloo"))
+        ours = calls(lambda hook: DDPStrategy(comm_hook=(None, hook), process_group_backend="gloo"))
+        return stock, ours > 0
+
+    # If the first is another number, Lightning no longer needs our class.
+    assert on_ranks(2, fit) == [(0, True)] * 2
 
 
 @pytest.fixture

@@ -65,6 +65,21 @@ def test_a_model_under_ddp_is_one_graph_with_the_same_losses(on_ranks, new_run):
     assert losses_of_whole == losses_of_cut  # two ranks: the order of buckets changes no sum
 
 
+class Fails(lightning.Callback):
+    def on_train_batch_end(self, *_):
+        raise ZeroDivisionError
+
+
+def test_a_failed_fit_leaves_torch_s_setting_as_it_was(on_ranks, new_run):
+    def fit(_rank):
+        ddp = strategies.ddp(**SETTINGS, split_graph=False)
+        with pytest.raises(ZeroDivisionError):
+            new_run(max_steps=2).fit(Fails(), strategy=ddp, devices=2)
+        return torch._dynamo.config.optimize_ddp
+
+    assert on_ranks(2, fit) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("setting", "nodes", "micro_batches", "splits"),
     [

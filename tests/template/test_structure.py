@@ -533,7 +533,6 @@ def test_private_names_of_others_are_only_in_patches():
             "_subclasses",
         },
         "lockstep_gpt/extras/pages/recording.py": {"_foreach_norm"},
-        "lockstep_gpt/run/callbacks/stopping.py": {"_broadcast_sigterm_tensor"},
         "lockstep_gpt/training/counted_targets.py": {"_foreach_mul_"},
         "lockstep_gpt/training/matrix_placement.py": {
             "_foreach_add_",

@@ -145,6 +145,7 @@ class DDPStrategy(AddsGradients, strategies.DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for nothing that may need a lost peer."""
+        self._compiling.close()
         super().on_exception(exception)
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)

@@ -34,7 +34,8 @@ from lockstep_gpt.distributed.sharded_states import (
 )
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
-from lockstep_gpt.lightning_patches import limit_waits_in_mesh, skip_teardown
+from lockstep_gpt.lightning_patches import skip_teardown
+from lockstep_gpt.torch_patches import limit_waits
 
 
 def build_fsdp2(
@@ -92,6 +93,7 @@ class ShardedStrategy(ModelParallelStrategy):
         reshard_after_forward: release gathered weights between forward and backward.
         save_parts: each rank writes its shard of a checkpoint.
         reduce_each: scatter gradients in each micro-batch.
+        timeout: longest wait for another rank.
         arguments: passed on to Lightning's `ModelParallelStrategy`.
     """
 
@@ -105,18 +107,24 @@ class ShardedStrategy(ModelParallelStrategy):
         reshard_after_forward: bool,
         save_parts: bool,
         reduce_each: bool,
+        timeout: timedelta,
         **arguments: Any,
     ) -> None:
-        super().__init__(**arguments)
+        super().__init__(timeout=timeout, **arguments)
+        self._longest_wait = timeout
         self._policy = policy
         self._reshard = reshard_after_forward
         self._save_parts = save_parts
         self._reduce_each = reduce_each
 
     def setup_environment(self) -> None:
-        """Connect; all groups have the timeout that is set, those of the mesh too."""
+        """Connect; all groups have the timeout that is set, those of the mesh too.
+
+        Lightning tells it only to that of all ranks; torch gives the others its own default.
+        """
         super().setup_environment()
-        limit_waits_in_mesh(self)
+        for group in self.device_mesh.get_all_groups():
+            limit_waits(group, self._longest_wait)
 
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.

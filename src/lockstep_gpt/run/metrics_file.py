@@ -10,11 +10,12 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.step_rows import StepRows
 from lockstep_gpt.run.metrics_rows import STEP, read_metrics
 from lockstep_gpt.whole_files import replace_text
 
 
-class MetricsFile(Logger):
+class MetricsFile(StepRows, Logger):
     """A Lightning logger with one row per step; only the last row can grow."""
 
     def __init__(self, path: Path, columns: Iterable[str]) -> None:
@@ -65,6 +66,7 @@ class MetricsFile(Logger):
         """
         if not self._is_open:
             return
+        step = self.row_of(step)
         assert step is not None, "every row belongs to a step"
         texts = {name: " ".join(str(value).split("\n")) for name, value in metrics.items()}
         row = {STEP: str(step), **texts}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 
 from lockstep_gpt.damaged_files import absence_of, refuse_misplaced
 from lockstep_gpt.distributed.ranks import (
@@ -17,6 +18,7 @@ from lockstep_gpt.distributed.ranks import (
     ranks_unlike_rank_zero,
 )
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.lightning_patches import set_logged_steps
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED_TO_RESUME,
@@ -340,17 +342,26 @@ def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, An
         )
 
 
-def rescale_batch_progress(checkpoint: dict[str, Any], accumulation: int) -> None:
-    """Set Lightning's count of micro-batches to this run's, which depends on its devices.
+def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Set Lightning's counts of micro-batches to this run's, which depend on its devices.
 
-    Lightning restores the count after the module's `on_load_checkpoint`, and decides by it where
-    a step ends and when to validate. A run is one epoch, so its total is its current count, too.
+    Lightning restores them after the module's `on_load_checkpoint`, and decides by them where a
+    step ends, when to validate, and when to log. A run is one epoch, so its total is its current
+    count, too.
 
     Args:
         checkpoint: of any number of devices; changed in place.
-        accumulation: micro-batches of a rank per optimizer step in this run.
+        trainer: of this run, in which `val_check_interval` is a number of micro-batches.
     """
+    step = checkpoint["global_step"]
+    batches = step * trainer.accumulate_grad_batches
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    batches = checkpoint["global_step"] * accumulation
     for scope in ("total", "current"):
         progress[scope] = dict.fromkeys(progress[scope], batches)
+    interval = trainer.val_check_interval
+    # If the saved step ends with a validation, Lightning begins by passing over it, and counts the
+    # step then.
+    is_passed_over = (
+        trainer.enable_validation and isinstance(interval, int) and batches % interval == 0
+    )
+    set_logged_steps(checkpoint, step - is_passed_over)

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -8,6 +9,7 @@ from resource import RUSAGE_SELF, getrusage
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
@@ -15,6 +17,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here, peak_memory
 from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep_gpt.run.loggers.step_rows import StepRows
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.training.building import build_metrics
@@ -202,7 +205,7 @@ class Logs(Callback):
 
 
 class Rows(Logger):
-    """Keeps what it gets to log."""
+    """A logger that isn't ours: keeps what it gets to log."""
 
     name, version = "rows", 0
 
@@ -211,50 +214,100 @@ class Rows(Logger):
         self.rows = []
 
     def log_metrics(self, metrics, step):
-        if "mine/step" in metrics:
-            self.rows.append((step, metrics["mine/step"]))
+        self.rows.append((step, metrics))
 
     def log_hyperparams(self, *_):
         pass
 
+    def of(self, name):
+        """Return the steps and values of what has a name."""
+        return [(step, metrics[name]) for step, metrics in self.rows if name in metrics]
 
-def test_logged_values_have_their_own_step(new_run):
-    def steps(*callbacks):
-        logger = Rows()
-        new_run(max_steps=4).fit(*callbacks, Logs(), logger=logger, log_every_n_steps=2)
-        return logger.rows
 
-    # If the first fails, Lightning no longer needs our change to its axis.
-    assert steps() == [(1, 2.0), (3, 4.0)]
-    assert steps(Metrics(2, 1)) == [(2, 2.0), (4, 4.0)]
+class OurRows(StepRows, Rows):
+    def log_metrics(self, metrics, step):
+        super().log_metrics(metrics, self.row_of(step))
+
+
+def test_logged_values_are_in_our_rows_of_their_steps_and_others_count_from_zero(new_run):
+    ours, others, alone = OurRows(), Rows(), Rows()
+    new_run(max_steps=4).fit(Logs(), logger=alone, log_every_n_steps=2)
+    metrics = Metrics(2, 1)
+    new_run(max_steps=4).fit(metrics, Logs(), logger=[ours, others], log_every_n_steps=2)
+    assert ours.of("mine/step") == [(2, 2.0), (4, 4.0)]
+    assert others.of("mine/step") == alone.of("mine/step") == [(1, 2.0), (3, 4.0)]
+    # One chart has one axis.
+    assert [step for step, _ in ours.of("optim/lr")] == [2, 4]
+    assert [step for step, _ in others.of("optim/lr")] == [1, 3]
+    assert [step for step, _ in ours.of("val/loss")] == [3]
+    assert [step for step, _ in others.of("val/loss")] == [2]
 
 
 class LogsValidations(Callback):
-    """Logs in each validation."""
+    """Logs in each validation, and in each of its batches."""
 
     def on_validation_batch_end(self, trainer, pl_module, *_):
         pl_module.log("mine/step", float(trainer.global_step))
+        pl_module.log("mine/batch", float(trainer.global_step), on_step=True, on_epoch=False)
 
 
 @pytest.mark.parametrize("start", [2, 3, 4, 5])
-def test_after_a_resume_logged_values_have_their_own_step(new_run, tmp_path, start):
-    def rows(max_steps, **resumed):
-        run, logger = new_run(max_steps=max_steps, checkpoint={"every": 1}, val_every=2), Rows()
+@pytest.mark.parametrize("val_every", [2, 3])
+def test_after_a_resume_logged_values_have_their_own_step(new_run, tmp_path, start, val_every):
+    def rows(max_steps, val_every, **resumed):
+        settings = {"checkpoint": {"every": 1}, "val_every": val_every}
+        run, ours, others = new_run(max_steps=max_steps, **settings), OurRows(), Rows()
         callbacks = (Metrics(1, 1), Logs(), LogsValidations(), run.checkpoints(tmp_path))
-        run.fit(*callbacks, logger=logger, log_every_n_steps=1, **resumed)
-        return logger.rows
+        run.fit(*callbacks, logger=[ours, others], log_every_n_steps=2, **resumed)
+        return ours.of("mine/step"), others.of("mine/step")
 
-    rows(start)
-    resumed = rows(8, ckpt_path=checkpoint_path(tmp_path, start))
-    assert all(step == value for step, value in resumed)
-    assert {step for step, _ in resumed} == {*range(start + 1, 9)}
+    rows(start, 2)
+    ours, others = rows(8, val_every, ckpt_path=checkpoint_path(tmp_path, start))
+    logged = {step for step in range(start + 1, 9) if step % 2 == 0 or step % val_every == 0}
+    assert {step for step, _ in ours} == logged
+    assert all(step == value for step, value in ours)
+    assert others == [(step - 1, value) for step, value in ours]
 
 
-def test_the_axis_is_restored_after_an_exception_too(new_run):
-    logs = Logs(fails=True)
-    with pytest.raises(ZeroDivisionError):
-        new_run(max_steps=6).fit(Metrics(2, 1), logs)
-    assert type(logs.trainer._logger_connector) is _LoggerConnector
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_rows_of_validation_batches_and_of_lightning_s_monitors_are_of_their_steps(new_run):
+    ours = OurRows()
+    callbacks = (Metrics(2, 1), LearningRateMonitor(), LogsValidations())
+    run = new_run(max_steps=6, val_every=2)
+    trainer = run.fit(*callbacks, logger=ours, log_every_n_steps=2)
+    steps = [step for step, _ in ours.rows]
+    assert steps == sorted(steps)
+    batches = [step for step, _ in ours.of("mine/batch")]
+    assert set(batches) == {2, 4, 6}
+    rates = [step for step, row in ours.rows if any(name.startswith("lr-") for name in row)]
+    assert set(rates) == {2, 4, 6}  # in each micro-batch
+    trainer.validate(run.module, run.data, verbose=False)
+    assert ours.rows[-1][0] == 6
+
+
+def test_a_trainer_that_logs_nothing_by_itself_still_gets_our_rows(new_run):
+    ours = OurRows()
+    new_run(max_steps=4).fit(Metrics(2, 1), Logs(), logger=ours, log_every_n_steps=0)
+    assert [step for step, _ in ours.of("optim/lr")] == [2, 4]
+    assert not ours.of("mine/step")
+
+
+class Connectors(Callback):
+    """Notes Lightning's own parts during a fit."""
+
+    def on_train_batch_end(self, trainer, *_):
+        self.kind = type(trainer._logger_connector)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lightning_s_own_parts_stay_and_rows_are_numbered_only_in_training(new_run, fails):
+    logs, ours, connectors = Logs(fails=fails), OurRows(), Connectors()
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        new_run(max_steps=6).fit(Metrics(2, 1), connectors, logs, logger=ours)
+    assert connectors.kind is _LoggerConnector
+    ours.log_metrics({"later": 1.0}, 77)
+    assert ours.of("later") == [(77, 1.0)]
 
 
 @pytest.mark.parametrize(("system", "unit"), [("darwin", 1), ("linux", 1024)])

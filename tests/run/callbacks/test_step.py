@@ -1,4 +1,8 @@
-from lockstep_gpt.run.callbacks.step import StepCallback
+import lightning
+import pytest
+import torch
+
+from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
 
 
 class Steps(StepCallback):
@@ -25,3 +29,40 @@ def test_a_resumed_run_continues_with_the_next_step(new_run, tmp_path):
     run, steps = new_run(max_steps=5), Steps()
     run.fit(steps, run.checkpoints(tmp_path), ckpt_path=tmp_path / "step=000003.ckpt")
     assert [step for step, _ in steps.steps] == [4, 5]
+
+
+class Plain(lightning.LightningModule):
+    """One weight; notes after which micro-batches an update follows, and what Lightning says."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.updates, self.lightning = [], []
+
+    def training_step(self, batch, _number):
+        return (self.weight * batch).sum()
+
+    def on_after_backward(self):
+        self.updates.append(updates_after_batch(self.trainer))
+        self.lightning.append(not self.trainer.fit_loop._should_accumulate())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+def test_an_update_follows_the_last_micro_batch_of_a_step_or_of_an_epoch():
+    module = Plain()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(5), batch_size=1))
+    assert module.updates == module.lightning == [False, True, False, True, True] * 2

@@ -1,7 +1,9 @@
+import contextlib
 import itertools
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from lightning import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt import stop_signals
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.processes import STOP_SIGNALS
 from lockstep_gpt.run.callbacks.metrics import Metrics
@@ -17,10 +20,13 @@ from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
     StopVote,
+    stop_before_first_step,
 )
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.memory.turns import KEEP, NOT_NOW, NOTHING
 from lockstep_gpt.training import clipping
+
+DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -275,19 +281,115 @@ def test_the_stock_loop_broadcasts_at_every_micro_batch_and_ours_never(new_run, 
 
 
 class Raises(Callback):
-    """Ends a run in its third step and keeps its Trainer."""
+    """Keeps its Trainer, and ends a run in its third step."""
+
+    def __init__(self, *, fails=True):
+        self.fails = fails
 
     def on_train_batch_end(self, trainer, *_):
         self.trainer = trainer
-        if trainer.global_step == 3:
+        if self.fails and trainer.global_step == 3:
             raise ZeroDivisionError
 
 
-def test_changes_of_the_loop_are_undone_even_after_an_exception(new_run, tmp_path):
-    raises, run = Raises(), new_run(max_steps=6)
-    with pytest.raises(ZeroDivisionError):
+class Handler(Callback):
+    """Notes what handles SIGTERM in a fit."""
+
+    def on_train_batch_start(self, *_):
+        self.seen = signal.getsignal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "stopped"])
+def test_a_fit_leaves_lightning_and_the_process_as_they_were(new_run, tmp_path, end):
+    def own_handler(*_):
+        raise AssertionError
+
+    signal.signal(signal.SIGTERM, own_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    extra = {"failed": [Raises()], "stopped": [SignalAt(3, signal.SIGTERM)]}.get(end, [])
+    expected = {"failed": pytest.raises(ZeroDivisionError), "stopped": pytest.raises(Stopped)}
+    run, handler = new_run(max_steps=4), Handler()
+    checkpoints = run.checkpoints(tmp_path)
+    parts = [handler, *extra, GracefulStop(checkpoints), checkpoints]
+    with expected.get(end, contextlib.nullcontext()):
+        run.fit(*parts)
+    assert handler.seen == stop_signals.received.handle
+    assert signal.getsignal(signal.SIGTERM) is own_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    other = Handler()
+    trainer = new_run(max_steps=4).fit(other)
+    assert trainer._signal_connector._sigterm_notifier_fn in other.seen.signal_handlers
+    assert own_handler in other.seen.signal_handlers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trainer_without_us_is_lightning_s_again(new_run, tmp_path, fails):
+    raises, run = Raises(fails=fails), new_run(max_steps=4)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         run.fit(raises, stops(run, tmp_path))
     assert "_broadcast_sigterm_tensor" not in vars(raises.trainer.fit_loop.epoch_loop)
+    assert "register_signal_handlers" not in vars(raises.trainer._signal_connector)
+
+
+def test_a_fit_in_another_thread_than_the_main_one_trains_without_handlers(new_run, tmp_path):
+    run = new_run(max_steps=3)
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(run.fit, stops(run, tmp_path)).result()
+    assert trainer.global_step == 3
+
+
+class SignalIn(Callback):
+    """Sends one rank a SIGTERM in a phase of a fit."""
+
+    def __init__(self, phase, run):
+        def stop(*_arguments, **_stage):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        if phase == "train_dataloader":  # after Lightning would install its handlers
+            loader = run.data.train_dataloader
+            run.data.train_dataloader = lambda: (stop(), loader())[1]
+        else:
+            setattr(self, phase, stop)
+
+
+@pytest.mark.parametrize(
+    ("phase", "end"),
+    [
+        ("before", 0),
+        ("setup", 2),
+        ("on_fit_start", 2),
+        ("train_dataloader", 2),
+        ("on_train_start", 2),
+        ("on_before_backward", 2),
+        ("on_validation_start", 5),
+        ("on_train_end", 6),
+        ("on_fit_end", 6),
+    ],
+)
+def test_a_sigterm_to_one_of_two_ranks_ends_both_after_the_same_step(
+    new_run, on_ranks, tmp_path, phase, end
+):
+    def fit_one(rank):
+        stop_signals.install()
+        stop_signals.note()
+        run = new_run(max_steps=6, val_every=3)
+        checkpoints = run.checkpoints(tmp_path)
+        callbacks = [GracefulStop(checkpoints), checkpoints]
+        if rank == 1 and phase == "before":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif rank == 1:
+            callbacks.insert(0, SignalIn(phase, run))
+        try:
+            stop_before_first_step()
+            ddp = strategies.ddp(**DDP)
+            trainer = run.fit(*callbacks, strategy=ddp, devices=2)
+        except Stopped as stopped:
+            saved = [step_of(path) for path in checkpoints_in(tmp_path)]
+            return stopped.signum, max(saved, default=0)
+        return 0, trainer.global_step
+
+    signum = signal.SIGTERM if end < 6 else 0
+    assert on_ranks(2, fit_one) == [(signum, end)] * 2
 
 
 class Late(Callback):

@@ -28,6 +28,7 @@ from lockstep_gpt.extras.datasets.past import (
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.training.means import Entry, Mean, exact_mean, replace_mean
 from lockstep_gpt.training.receipt import times
 
@@ -166,8 +167,7 @@ class Sources(StepCallback):
             order = self.config.data.mixed_order(sizes, planned, data.block_size)
             counts = order.counts(data.samples_seen(step)).items()
             tokens = {f"data/tokens/{name}": count * data.block_size for name, count in counts}
-            for logger_of_run in trainer.loggers:
-                logger_of_run.log_metrics(tokens, trainer.global_step)
+            log_row(trainer.loggers, tokens, trainer.global_step)
 
 
 def callbacks(

@@ -26,9 +26,9 @@ from lockstep_gpt.extras.pages.recording import (
     from_all_ranks,
 )
 from lockstep_gpt.extras.pages.recordings import describe, write_recording
-from lockstep_gpt.lightning_patches import is_accumulating
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
+from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.training.counted_targets import CountTargets
@@ -155,7 +155,7 @@ class SyncPanel(StepCallback):
         elif self._local_step is not None and len(self._local_step.samples) < self.samples:
             joined = torch.cat([self._local_step.samples, samples])
             self._local_step.samples = joined[: self.samples]
-        if self._ddp is not None and (batch_idx + 1) % accumulation == 0:
+        if self._ddp is not None and updates_after_batch(trainer):
             self._ddp.require_backward_grad_sync = False
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
@@ -178,7 +178,7 @@ class SyncPanel(StepCallback):
             return
         if self._parts is not None:
             self._parts.after_backward()
-        if is_accumulating(trainer):
+        if not updates_after_batch(trainer):
             return
         local_step.before = self._probe.gradients()
         if self._ddp is not None:
@@ -231,8 +231,7 @@ class SyncPanel(StepCallback):
         if self.noise.scale is not None:
             tokens = step * measurement.big_batch * block_size
             row = {"trainer/tokens": tokens, NOISE_SCALE: self.noise.scale}
-            for run_logger in trainer.loggers:
-                run_logger.log_metrics(row, step)
+            log_row(trainer.loggers, row, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the advice on the batch size and the panel's command; send the panel to trackers."""

@@ -227,7 +227,7 @@ class Checkpoints(StepCallback, Checkpoint):
         data: Any = getattr(trainer, "datamodule", None)
         if isinstance(data, EndlessData):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
-            rescale_batch_progress(checkpoint, trainer.accumulate_grad_batches)
+            rescale_batch_progress(checkpoint, trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides which validation is among the best, and which saves."""

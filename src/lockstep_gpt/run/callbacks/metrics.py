@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.data.feeding import Feed
 from lockstep_gpt.distributed.peaks import peak_of
-from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_axis
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
+from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.training.means import Mean, entries_of_ranks, means_of
 
@@ -55,7 +55,7 @@ class Metrics(StepCallback):
     _times: list[float] = field(default_factory=list, init=False)
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
     _paused_at: float = field(default=0.0, init=False)
-    _connector: Any = field(default=None, init=False)  # Lightning's own
+    _number: StepNumber | None = field(default=None, init=False)  # of the step, for our loggers
     _means: dict[str, Mean] = field(default_factory=dict, init=False)
     _trained: dict[str, int] = field(default_factory=dict, init=False)  # mean -> its entries then
     _measured: dict[str, float] = field(default_factory=dict, init=False)  # by a validation or test
@@ -69,16 +69,20 @@ class Metrics(StepCallback):
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
         self._means = means_of(pl_module)
-        self._connector = count_logged_steps_from_one(trainer)
+        self._number = StepNumber(trainer)
+        number_rows(trainer.loggers, self._number)
         self._times = [time.perf_counter()]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Let Lightning log on its own axis again."""
-        if self._connector is not None:
-            restore_axis(trainer, self._connector)
-            self._connector = None
+        """Let Lightning number rows again."""
+        number_rows(trainer.loggers, None)
 
     on_exception = on_train_end  # type: ignore[assignment]
+
+    def on_train_batch_start(self, *_arguments: Any) -> None:
+        """Number what is logged from now on."""
+        assert self._number is not None
+        self._number.begin()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -220,8 +224,7 @@ class Metrics(StepCallback):
         if self.tokens_per_step is not None:
             row = {"trainer/tokens": step * self.tokens_per_step, **row}
         self.row.update(row)
-        for row_logger in trainer.loggers:
-            row_logger.log_metrics(row, step)
+        log_row(trainer.loggers, row, step)
 
 
 def callbacks_of(trainer: Trainer) -> list[InRow]:

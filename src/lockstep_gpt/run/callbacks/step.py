@@ -51,3 +51,9 @@ class StepCallback(Callback, ABC):
     @abstractmethod
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Act after optimizer step `step`; the first one is 1."""
+
+
+def updates_after_batch(trainer: Trainer) -> bool:
+    """Return whether an update follows the micro-batch that is running, not another micro-batch."""
+    number = trainer.fit_loop.batch_idx + 1
+    return number % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch

@@ -1,6 +1,7 @@
 """Stops a run early, and saves it, on a signal."""
 
 import signal
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning import Trainer
 
 from lockstep_gpt import stop_signals
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, from_each_rank, gloo_group
-from lockstep_gpt.lightning_patches import without_signal_handlers
+from lockstep_gpt.lightning_patches import without_sigterm_broadcasts
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.memory.turns import KEEP, NOTHING, MemoryTurns
@@ -85,28 +86,26 @@ class StopVote:
 
 @dataclass(eq=False)
 class GracefulStop(StepCallback):
-    """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them."""
+    """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them.
+
+    It takes part in one Trainer, and leaves Lightning and the process as they were.
+    """
 
     checkpoints: Checkpoints
     turns: MemoryTurns = field(default_factory=MemoryTurns)  # when the state is kept in memory
     timeout: float = LONGEST_WAIT  # seconds that a rank waits for another one's vote
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
-    loop: Any = field(default_factory=dict, init=False)  # the attributes of Lightning's loop
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)  # what it changes
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Keep Lightning from installing handlers: they wait for other ranks in a signal."""
-        without_signal_handlers(trainer)
+        """Keep Lightning from broadcasts, in a signal's handler and in each micro-batch."""
+        self._undo.close()
+        self._undo.enter_context(without_sigterm_broadcasts(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Turn off the broadcast of Lightning's loop.
-
-        With several ranks, Lightning broadcasts in each micro-batch whether rank 0 got a SIGTERM,
-        which waits for the device (Lightning#21487).
-        """
+        """Note signals from now on."""
         super().on_train_start(trainer, pl_module)
-        stop_signals.note()
-        self.loop = vars(trainer.fit_loop.epoch_loop)
-        self.loop["_broadcast_sigterm_tensor"] = lambda: None
+        self._undo.enter_context(stop_signals.noted())
         self.vote = StopVote(self.timeout)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
@@ -144,8 +143,11 @@ class GracefulStop(StepCallback):
         """Finish the last vote: a rank that leaves early would fail the others' vote."""
         stop_signals.received.has_saved = True
         self.vote.close()
-        self.on_exception()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Leave the Trainer, and signals, as they were."""
+        self._undo.close()
 
     def on_exception(self, *_: Any) -> None:
-        """Restore the broadcast of Lightning's loop."""
-        self.loop.pop("_broadcast_sigterm_tensor", None)
+        """Do the same after an exception."""
+        self._undo.close()

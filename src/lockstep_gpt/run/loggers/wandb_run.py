@@ -19,6 +19,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import tool
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.step_rows import StepRows
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
 from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service, quick_start
@@ -45,7 +46,7 @@ SUMMARIES = {
 }
 
 
-class WandbRun(WandbLogger, TrackedRun):
+class WandbRun(StepRows, WandbLogger, TrackedRun):
     """Lightning's `WandbLogger` with our axes, tables that grow, alerts, and checkpoints.
 
     Args:
@@ -118,7 +119,7 @@ class WandbRun(WandbLogger, TrackedRun):
         """Log one row under the names in metrics.csv."""
         refuse_full_disk(self.directory.wandb_id.parent)
         # Never `step=`: wandb drops rows whose step is below its own count.
-        self.experiment.log({STEP: step, **metrics})
+        self.experiment.log({STEP: self.row_of(step), **metrics})
 
     def log_table(
         self,
