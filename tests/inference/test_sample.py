@@ -11,6 +11,7 @@ from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.sample import Sample, prompt_from
+from lockstep_gpt.training.building import build_module
 
 SETTINGS = {
     "prompt": "def f",
@@ -31,6 +32,7 @@ def sampled(new_run, caplog):
 
     def fit(**changes):
         run = new_run(max_steps=2)
+        run.module = build_module(run.config, run.schedule, ByteTokenizer())
         caplog.clear()
         caplog.set_level(logging.INFO, "lockstep_gpt")
         run.fit(Sample(**{**SETTINGS, **changes}))

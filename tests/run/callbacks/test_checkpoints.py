@@ -31,14 +31,12 @@ class Losses(Callback):
         self.folder, self.dictated = folder, dict(dictated)
         self.seen, self.saved_before = {}, {}
 
-    def on_validation_start(self, trainer, _module):
+    def on_validation_start(self, trainer, pl_module):
         self.saved_before[trainer.global_step] = steps_in(self.folder)
-
-    def on_validation_epoch_end(self, trainer, pl_module):
-        vars(pl_module.token_loss).pop("compute", None)
+        vars(pl_module.val_loss).pop("columns", None)
         dictated = self.dictated.get(trainer.global_step)
         if dictated is not None:
-            pl_module.token_loss.compute = lambda: torch.tensor(dictated)
+            pl_module.val_loss.columns = lambda _ranks: {"val/loss": float(dictated)}
 
     def on_validation_end(self, trainer, pl_module):
         self.seen[trainer.global_step] = trainer.callback_metrics["val/loss"].item()

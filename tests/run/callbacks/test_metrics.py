@@ -36,7 +36,8 @@ class Recorder(Callback):
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
     def on_validation_end(self, trainer, pl_module):
-        self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
+        metrics = next(each for each in trainer.callbacks if isinstance(each, Metrics))
+        self.val_losses[trainer.global_step] = metrics.row["val/loss"]
 
 
 def measured(run, path, *callbacks):
