@@ -25,7 +25,6 @@ from lockstep_gpt.config import LEVELS, Config, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.inference.sample import prompt_from
 from lockstep_gpt.launch import checks, devices, resolving
 from lockstep_gpt.launch import compose as composing
 from lockstep_gpt.launch.commands import log_to_stdout
@@ -43,11 +42,12 @@ from lockstep_gpt.training.building import (
     build_module,
     build_trainer,
     counting,
+    updating,
 )
-from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
+from lockstep_gpt.training.sample import prompt_from
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.train import Training
@@ -169,12 +169,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         batch,
         tokenizer,
         first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
-        last=[
-            ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped),
-            FreeGradients(),
-            ValidateAtEnd(),
-            ShowLog(LEVELS[config.verbosity]),
-        ],
+        last=[*updating(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],
         max_steps=schedule.total_steps,

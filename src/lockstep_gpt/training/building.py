@@ -45,6 +45,7 @@ from lockstep_gpt.run.loggers.tracking import (
     tracked_runs,
 )
 from lockstep_gpt.run.resuming import refuse_unfit
+from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import (
@@ -310,6 +311,11 @@ def build_metrics(config: Config, batch: BatchPlan, model: GPT) -> Metrics:
     )
 
 
+def updating(config: Config) -> list[Callback]:
+    """Return what happens to gradients before an update, and after it."""
+    return [ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped), FreeGradients()]
+
+
 def counting(config: Config, data: LightningDataModule) -> list[Callback]:
     """Return what weighs micro-batches by their targets; nothing if each target counts."""
     if not getattr(data, "may_ignore", True):
@@ -363,26 +369,14 @@ def build_trainer(
         plugins: ours, in addition to the user's.
         arguments: others of the Trainer.
     """
-    is_exact = config.batch.exact_micro_size is not None
-    known = {
-        "accelerator": config.trainer["accelerator"],
-        "world_size": ranks.world_size,
-        "exact_threads": config.batch.exact_threads if is_exact else None,
-    }
     of_run = {"tokenizer": tokenizer, "seed": config.seed}
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [build_callback(name, node, of_run) for name, node in config.callbacks.items()]
         make_trainer = deferred({**VALIDATION, **config.trainer, **places})
         users_plugins = make_trainer.keywords.get("plugins", ())
-        strategy = build(config.strategy, known)
-        if is_exact and not isinstance(strategy, AddsGradients):
-            raise UserError(
-                f"batch.exact_micro_size is set, and {config.strategy['_target_']} adds gradients "
-                "in an order of its own; set strategy=auto or strategy=ddp"
-            )
         trainer: Trainer = make_trainer(
-            strategy=strategy,
+            strategy=build_strategy(config, ranks),
             callbacks=[*first, *chosen, *last],
             logger=loggers,
             plugins=with_environment([*plugins, *users_plugins], ranks),
@@ -402,6 +396,23 @@ def build_trainer(
             run.close("failed")
         raise mistake(error) from error
     return trainer
+
+
+def build_strategy(config: Config, ranks: Ranks) -> Strategy:
+    """Build the strategy, or raise a `UserError` if it can't add gradients as it should."""
+    is_exact = config.batch.exact_micro_size is not None
+    known = {
+        "accelerator": config.trainer["accelerator"],
+        "world_size": ranks.world_size,
+        "exact_threads": config.batch.exact_threads if is_exact else None,
+    }
+    strategy: Strategy = build(config.strategy, known)
+    if is_exact and not isinstance(strategy, AddsGradients):
+        raise UserError(
+            f"batch.exact_micro_size is set, and {config.strategy['_target_']} adds gradients in "
+            "an order of its own; set strategy=auto or strategy=ddp"
+        )
+    return strategy
 
 
 def with_environment(plugins: Iterable[Any], ranks: Ranks) -> list[Any]:

@@ -19,6 +19,7 @@ from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.arithmetic import processor_of
 from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
+from lockstep_gpt.torch_patches import shallow_copy
 from lockstep_gpt.training.gradient_bits import (
     Bits,
     GradientBits,
@@ -196,13 +197,14 @@ def unchanged(module: LightningModule) -> Iterator[LightningModule]:
 
     It has the same weights, and attributes and metrics of its own; buffers are restored.
     """
-    stand_in: Any = copy.copy(module)
-    own = vars(stand_in)
-    own["_modules"] = {
-        name: copy.deepcopy(part) if isinstance(part, Metric) else part
+    metrics = {
+        name: copy.deepcopy(part)
         for name, part in module.named_children()
+        if isinstance(part, Metric)
     }
+    stand_in: Any = shallow_copy(module, metrics)
     stand_in.trainer = module.trainer
+    own = vars(stand_in)
     own["log"] = own["log_dict"] = lambda *_arguments, **_settings: None
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

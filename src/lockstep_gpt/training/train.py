@@ -27,7 +27,6 @@ from lockstep_gpt.distributed.ranks import (
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.inference.sample import prompt_from
 from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
@@ -66,13 +65,14 @@ from lockstep_gpt.training.building import (
     counting,
     fitting,
     guard_loggers,
+    updating,
 )
-from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
+from lockstep_gpt.training.sample import prompt_from
 from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
@@ -177,8 +177,7 @@ def assemble(
         first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
         last=[
             *guards,
-            ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped),
-            FreeGradients(),
+            *updating(config),
             hashes,
             Arithmetic(),
             overhead,

@@ -10,8 +10,8 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.sample import Sample, prompt_from
 from lockstep_gpt.training.building import build_module
+from lockstep_gpt.training.sample import Sample, prompt_from
 
 SETTINGS = {
     "prompt": "def f",
@@ -23,7 +23,9 @@ SETTINGS = {
 
 
 def our_messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("lockstep")]
+    return [
+        record.getMessage() for record in caplog.records if record.name.startswith("lockstep_gpt")
+    ]
 
 
 @pytest.fixture
