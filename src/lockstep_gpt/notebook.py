@@ -167,7 +167,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         config,
         ranks,
         batch,
-        tokenizer,
+        {"tokenizer": tokenizer, "seed": config.seed},
         first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
         last=[*updating(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets

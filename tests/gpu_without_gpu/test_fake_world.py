@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning import Callback
 from torch.futures import Future
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.training.building import build_trainer
@@ -88,7 +87,7 @@ def test_validation_has_no_other_mode_than_over_gloo(new_run):
         run.config,
         Ranks.from_environment(),
         run.batch,
-        ByteTokenizer(),
+        {},
         first=[],
         last=[mode],
         loggers=[],

@@ -348,7 +348,7 @@ def build_trainer(
     config: Config,
     ranks: Ranks,
     batch: BatchPlan,
-    tokenizer: Tokenizer,
+    of_run: dict[str, Any],
     *,
     first: list[Callback],
     last: list[Callback],
@@ -362,24 +362,23 @@ def build_trainer(
         config: names the Trainer, the strategy, and the user's callbacks.
         ranks: this rank among all.
         batch: decides how often the Trainer updates and validates.
-        tokenizer: of the run, for callbacks that show text.
+        of_run: values for callbacks of the user that have such arguments.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
         loggers: all loggers; a tracked run ends if the Trainer can't be built.
         plugins: ours, in addition to the user's.
         arguments: others of the Trainer.
     """
-    of_run = {"tokenizer": tokenizer, "seed": config.seed}
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [build_callback(name, node, of_run) for name, node in config.callbacks.items()]
         make_trainer = deferred({**VALIDATION, **config.trainer, **places})
-        users_plugins = make_trainer.keywords.get("plugins", ())
+        users = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
             strategy=build_strategy(config, ranks),
             callbacks=[*first, *chosen, *last],
             logger=loggers,
-            plugins=with_environment([*plugins, *users_plugins], ranks),
+            plugins=with_environment([*plugins, *users], ranks),
             accumulate_grad_batches=batch.accumulation,
             val_check_interval=config.val_every * batch.accumulation,
             precision=config.precision,

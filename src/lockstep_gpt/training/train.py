@@ -154,9 +154,8 @@ def assemble(
     hashes = WeightHashes()
     disk = build_disk(config, directory, hashes)
     writer = build_writer(config, directory, ranks)
-    resume = weights_to_begin_with(
-        directory, config, schedule.total_steps, module, tokenizer, writer
-    )
+    steps = schedule.total_steps
+    resume = weights_to_begin_with(directory, config, steps, module, tokenizer, writer)
     disk.verified = resume
     disk.refuse_unfit = fitting(config, module, data)
 
@@ -168,44 +167,24 @@ def assemble(
     overhead = build_overhead(config, checkpoints, batch, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
+    saving = [hashes, Arithmetic(), overhead, stop, checkpoints, memory]
     loggers = build_loggers(trackers, directory, config, batch, schedule.peak_lr, module.model)
     trainer = build_trainer(
         config,
         ranks,
         batch,
-        tokenizer,
+        {"tokenizer": tokenizer, "seed": config.seed},
         first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
-        last=[
-            *guards,
-            *updating(config),
-            hashes,
-            Arithmetic(),
-            overhead,
-            stop,
-            checkpoints,
-            memory,
-        ],
+        last=[*guards, *updating(config), *saving],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
-        max_steps=schedule.total_steps,
+        max_steps=steps,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
     memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
-    return Training(
-        directory,
-        config,
-        ranks.rank,
-        batch,
-        schedule,
-        data,
-        tokenizer,
-        module,
-        resume,
-        metrics,
-        metrics_file,
-        trainer,
-    )
+    parts = (batch, schedule, data, tokenizer, module, resume, metrics, metrics_file, trainer)
+    return Training(directory, config, ranks.rank, *parts)
 
 
 def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: Store | None) -> None:
