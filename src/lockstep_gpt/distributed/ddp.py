@@ -283,25 +283,33 @@ class FirstStep:
 
     def _exchange(self) -> None:
         """Hand the gradients of this rank to DDP, in the order in which they arrived."""
-
-        def hand_over(start: Tensor) -> Tensor:
-            chain = start
-            for weight, gradient in reversed(self._local.items()):  # backward begins at the end
-                chain = HandOver.apply(chain, weight, gradient)  # type: ignore[no-untyped-call]
-            return chain
-
         module = self._wrapped.module
-        own = vars(module).get("forward")
-        module.forward = hand_over  # as Lightning does for `training_step`
+        self._wrapped.module = Gradients(self._local)
         try:
-            start = torch.zeros((), device=self._weights[0].device, requires_grad=True)
-            end = self._wrapped(start)
+            end = self._wrapped(torch.zeros((), device=self._weights[0].device, requires_grad=True))
         finally:
-            del module.forward
-            if own is not None:
-                module.forward = own
+            self._wrapped.module = module
         with without_hooks(self._weights):
             end.backward()
+
+
+class Gradients(nn.Module):
+    """Takes the place of a module in DDP: its backward yields known gradients.
+
+    Args:
+        of_weights: the gradients, in the order in which they arrive.
+    """
+
+    def __init__(self, of_weights: dict[nn.Parameter, Tensor]) -> None:
+        super().__init__()
+        self._of_weights = of_weights
+
+    def forward(self, start: Tensor) -> Tensor:
+        """Return a scalar, whose backward begins with the first weight."""
+        chain = start
+        for weight, gradient in reversed(self._of_weights.items()):
+            chain = HandOver.apply(chain, weight, gradient)  # type: ignore[no-untyped-call]
+        return chain
 
 
 class HandOver(torch.autograd.Function):
