@@ -204,6 +204,7 @@ class AddsGradients(strategies.Strategy):
         """Choose threads and kernels that always round alike."""
         if self.exact_threads is not None and trainer.state.fn == TrainerFn.FITTING:
             module: Any = self.lightning_module
+            refuse_partial_trees(trainer.world_size, trainer.accumulate_grad_batches)
             self._kernels.enter_context(exact_kernels(self.exact_threads, self.root_device.type))
             in_ddp = isinstance(self, strategies.DDPStrategy)
             self.exact = ExactSums(module, trainer.world_size, self.root_device, in_ddp)
@@ -260,6 +261,21 @@ class AddsGradients(strategies.Strategy):
 
 class SingleDeviceStrategy(AddsGradients, strategies.SingleDeviceStrategy):
     """Lightning's, for one rank, also with the exact sums of several."""
+
+
+def refuse_partial_trees(world_size: int, accumulation: int) -> None:
+    """Raise a `UserError` if a rank's micro-batches aren't a whole subtree of the step's.
+
+    Then the sum would depend on the number of ranks. One rank has the whole tree.
+    """
+    if world_size == 1 or accumulation & (accumulation - 1) == 0:
+        return
+    lower = 1 << (accumulation.bit_length() - 1)
+    raise UserError(
+        f"accumulate_grad_batches={accumulation} on {world_size} ranks adds gradients in another "
+        f"order than one rank does; exact sums need a power of two: set "
+        f"accumulate_grad_batches={lower} or {2 * lower}"
+    )
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def read_checkpoint(
     if needs_sum or sum_path(path).exists() or not path.is_file():
         return read_verified(verify_named(path), map_location)
     try:
-        return _read(path, map_location, whole=True)
+        return _read(path, map_location, whole=True, needed=NEEDED)
     except CheckpointError as error:
         raise _refusal(path, error) from None
 
@@ -203,7 +203,10 @@ def verify_named(path: Path) -> VerifiedCheckpoint:
 
 
 def read_verified(
-    checkpoint: VerifiedCheckpoint, map_location: Any = "cpu", whole: bool = True
+    checkpoint: VerifiedCheckpoint,
+    map_location: Any = "cpu",
+    whole: bool = True,
+    needed: Collection[str] = NEEDED,
 ) -> dict[str, Any]:
     """Load a verified checkpoint as `read_checkpoint` does, without reading it all again.
 
@@ -211,21 +214,22 @@ def read_verified(
         checkpoint: what `verify` has returned, in this process or in another one.
         map_location: where its tensors go.
         whole: join the shards of a checkpoint in parts, which takes memory for all of it.
+        needed: the keys that the checkpoint must have.
 
     Raises:
         UserError: one of its files has changed since, or has other content than a checkpoint.
     """
     checkpoint.refuse_change()
     try:
-        content = _read(checkpoint.path, map_location, whole)
+        content = _read(checkpoint.path, map_location, whole, needed)
     except CheckpointError as error:
         raise _refusal(checkpoint.path, error) from None
     checkpoint.refuse_change()  # until the file was opened; what is open stays, also if deleted
     return content
 
 
-def _read(path: Path, map_location: Any, whole: bool) -> dict[str, Any]:
-    content = load_content(path, NEEDED, map_location)
+def _read(path: Path, map_location: Any, whole: bool, needed: Collection[str]) -> dict[str, Any]:
+    content = load_content(path, needed, map_location)
     if "parts" in content:
         add_parts(content, path)
         if whole:

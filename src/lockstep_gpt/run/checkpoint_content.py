@@ -12,7 +12,8 @@ from lockstep_gpt.errors import UserError
 
 # The errors that torch raises for a file it cannot read.
 UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error)
-# The keys that every reader needs, and those that a run resumes from.
+# The key that any Trainer needs, those of every reader of ours, and those that a run resumes from.
+WEIGHTS = ("state_dict",)
 NEEDED = ("config", "tokenizer", "state_dict")
 NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "global_step")
 ORIGIN = "was not written by lockstep-gpt train"
@@ -53,7 +54,8 @@ def load_content(path: Path, needed: Collection[str], map_location: Any = "cpu")
     missing = [name for name in needed if name not in content]
     if missing:
         raise CheckpointError(f"{ORIGIN}: it lacks {', '.join(missing)}")
-    wrong = [name for name in NEEDED if not isinstance(content[name], dict)]
+    containers = [name for name in NEEDED if name in needed]
+    wrong = [name for name in containers if not isinstance(content[name], dict)]
     if wrong:
         raise CheckpointError(f"{ORIGIN}: {wrong[0]} is of another type")
     return content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -195,7 +195,8 @@ class Batches:
 def unchanged(module: LightningModule) -> Iterator[LightningModule]:
     """Give a stand-in for a module, whose steps leave no trace in it or in the log.
 
-    It has the same weights, and attributes and metrics of its own; buffers are restored.
+    It has the same weights, and attributes and metrics of its own, also lists and the like, to
+    which a step may add; buffers are restored.
     """
     metrics = {
         name: copy.deepcopy(part)
@@ -205,6 +206,8 @@ def unchanged(module: LightningModule) -> Iterator[LightningModule]:
     stand_in: Any = shallow_copy(module, metrics)
     stand_in.trainer = module.trainer
     own = vars(stand_in)
+    containers = (list, dict, set, deque)
+    own.update({name: copy.copy(it) for name, it in own.items() if isinstance(it, containers)})
     own["log"] = own["log_dict"] = lambda *_arguments, **_settings: None
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

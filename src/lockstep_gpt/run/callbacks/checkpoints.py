@@ -18,7 +18,7 @@ from lockstep_gpt.lightning_patches import validation_follows
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_content import joined
+from lockstep_gpt.run.checkpoint_content import WEIGHTS, joined
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.finite_states import refuse_broken_state
@@ -327,7 +327,7 @@ class AtomicCheckpointIO(CheckpointIO):
             return joined(content) if whole else content
         if not isinstance(verified, VerifiedCheckpoint) or verified.path != path:
             verified = files.verify_named(path)
-        return files.read_verified(verified, map_location, whole)
+        return files.read_verified(verified, map_location, whole, WEIGHTS)
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""

@@ -46,6 +46,7 @@ class StateInMemory(StepCallback, Checkpoint):
     ranks: Ranks = field(default_factory=Ranks.from_environment)
     line: str | None = field(default=None, init=False)  # of the receipt
     _size: int = field(default=0, init=False)  # bytes of a state
+    _resumes: bool = field(default=False, init=False)  # whether the run continues from one
     _waits: bool = field(default=False, init=False)  # for the end of a validation
     _told: bool = field(default=False, init=False)  # the interval
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
@@ -62,6 +63,7 @@ class StateInMemory(StepCallback, Checkpoint):
             resumed: what the run continues from; None: step 0.
         """
         self._size = size
+        self._resumes = isinstance(resumed, KeptState)
         is_pointless = self.ranks.world_size == 1
         if self.writer is None or self.writer.shards is None:  # else all ranks must agree
             is_pointless |= not files.SHARED_MEMORY.is_dir()
@@ -139,6 +141,8 @@ class StateInMemory(StepCallback, Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where training begins."""
         super().on_train_start(trainer, pl_module)
+        if self._resumes:
+            copy_moments(trainer)
         self.turns.begin(trainer.global_step)
         self.turns.is_blocked = self._is_blocked
         if self.writer is not None and self.writer.shards is not None:
@@ -228,6 +232,13 @@ class StateInMemory(StepCallback, Checkpoint):
         if self.writer is not None:
             self.writer.close()
 
+    def on_exception(self, trainer: Trainer, *_arguments: Any) -> None:
+        """Do the same, unless that might wait for a lost peer: for its part, or for a kernel."""
+        if self.writer is None or self.writer.shards is not None:
+            return
+        if trainer.strategy.root_device.type == "cpu":
+            self.writer.close()
+
     def in_summary(self, _step: int) -> dict[str, Any]:
         """Return the steps between two states at the end; None: none was kept."""
         return {"memory_every": self.turns.interval if self.turns.is_on else None}
@@ -244,6 +255,18 @@ def kept_state(trainer: Trainer) -> dict[str, Any]:
             return state_of(trainer)
         with strategy.states_in_shards():
             return strategy.state_of_rank(state_of(trainer))
+
+
+def copy_moments(trainer: Trainer) -> None:
+    """Copy the tensors that optimizers took over from the file of a state, one after the other.
+
+    Later states overwrite that file, and so the moments of weights that have no gradient meanwhile.
+    """
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                    state[name] = value.clone()
 
 
 def addresses_of_updated(trainer: Trainer, module: torch.nn.Module) -> set[int]:

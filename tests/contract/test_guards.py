@@ -1,0 +1,146 @@
+"""Guards alone, and Replays, which needs MicroBatchSeeds with its seed."""
+
+import csv
+import random
+
+import lightning
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from lockstep_gpt.training.means import Mean
+
+from lockstep_gpt.errors import RunError
+from lockstep_gpt.extras.evidence.flips import FlippedBit, flip
+from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.training.replays import Replays
+from lockstep_gpt.training.seeds import MicroBatchSeeds
+
+slow = pytest.mark.slow
+SEED = 7
+
+
+@pytest.fixture
+def own(foreign):
+    """A module as owners write it: an auxiliary term, own logged values, and own attributes."""
+
+    class Own(foreign.Module):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            self.train_loss = Mean("train/loss")
+            self.steps = 0
+            self.calls = []
+
+        def training_step(self, batch, batch_idx):
+            self.steps += 1
+            self.calls.append(batch_idx)
+            loss = self.loss_of(batch)
+            size = sum(weight.square().sum() for weight in self.net.parameters())
+            self.train_loss.update(loss)
+            self.log("train/size", size.detach(), on_step=True)
+            self.log("train/both", loss.detach() + size.detach(), sync_dist=True)
+            return {"loss": loss + 1e-2 * size, "extra": size.detach()}
+
+    return lambda kind: foreign.module(kind, of=Own)
+
+
+def rows_of(folder):
+    """Return the rows of Lightning's CSV file without the times that it took."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        return [
+            {name: value for name, value in row.items() if name.startswith(("train/", "step"))}
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("spread", "kind"),
+    [
+        ((1, 2), "dict"),
+        ((2, 2), "tuple"),
+        pytest.param((3, 1), "tensor", marks=slow),
+        pytest.param((2, 1), "dict", marks=slow),
+    ],
+)
+def test_a_healthy_run_is_the_same_with_and_without_guards(
+    foreign, on_each, own, tmp_path, spread, kind
+):
+    """Micro-batches that are computed again leave no trace: weights, rows, and attributes."""
+    world_size, accumulation = spread
+
+    def fit(name, *guards):
+        def on_rank(_rank):
+            module = own(kind)
+            callbacks = [MicroBatchSeeds(SEED), Metrics(1), *(make() for make in guards)]
+            foreign.train(
+                module,
+                *callbacks,
+                world_size=world_size,
+                accumulation=accumulation,
+                logger=CSVLogger(tmp_path / name),
+                log_every_n_steps=1,
+            )
+            return foreign.digest(module), module.steps, len(module.calls)
+
+        return on_each(world_size, on_rank), rows_of(tmp_path / name)
+
+    plain = fit("plain")
+    guarded = fit(
+        "guarded",
+        lambda: Replays(1, SEED),
+        lambda: Guards(stall_after=60, replicas_every=1),
+    )
+    assert guarded == plain
+    assert len(plain[1]) > 8
+
+
+class FlipWeight(lightning.Callback):
+    """Flips a bit of a weight on one rank before a step."""
+
+    def __init__(self, rank, step):
+        self.place = rank, step
+
+    def on_train_batch_start(self, trainer, pl_module, _batch, batch_idx):
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        if first and (trainer.global_rank, trainer.global_step) == self.place:
+            flip(pl_module.net[3].weight.data, random.Random(3))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "named"), [(2, 1, "0 and 1"), pytest.param(3, 2, "2", marks=slow)]
+)
+def test_a_flipped_bit_in_a_replica_is_found(foreign, on_each, world_size, rank, named):
+    """Guards alone end the run on all ranks, and name the weight and the rank."""
+
+    def fit(_rank):
+        module = foreign.module()
+        callbacks = [FlipWeight(rank, 4), Guards(stall_after=None, replicas_every=3)]
+        spread = {"world_size": world_size, "accumulation": 2}
+        with pytest.raises(RunError) as error:
+            foreign.train(module, *callbacks, **spread)
+        return str(error.value)
+
+    for message in on_each(world_size, fit):
+        assert message.startswith("step 6: the weights of ranks differ, first in net.")
+        assert f"on rank {named};" in message
+
+
+@pytest.mark.parametrize("spread", [(1, 2), (2, 2), pytest.param((3, 2), marks=slow)])
+def test_a_flipped_bit_in_a_gradient_is_found(foreign, on_each, own, tmp_path, spread):
+    """A micro-batch that is computed again has other bits: the step and the place are named."""
+    world_size, accumulation = spread
+    rank = world_size - 1
+
+    def fit(_rank):
+        note = tmp_path / "flipped"
+        wrong = FlippedBit(str(note), "gradient", step=3, rank=rank)
+        callbacks = [wrong, MicroBatchSeeds(SEED), Replays(1, SEED)]
+        spread = {"world_size": world_size, "accumulation": accumulation}
+        with pytest.raises(RunError) as error:
+            foreign.train(own("dict"), *callbacks, **spread)
+        return str(error.value)
+
+    for message in on_each(world_size, fit):
+        beginning = f"step 4: micro-batch {accumulation} of rank {rank} has other bits when "
+        assert message.startswith(beginning)
+        assert f"the gradient of {(tmp_path / 'flipped').read_text()}" in message

@@ -1,0 +1,117 @@
+"""StateInMemory in a plain Trainer.
+
+It needs Checkpoints, AtomicCheckpointIO with WeightHashes, GracefulStop, in whose vote the ranks
+agree on when to keep a state, and a RunDirectory, whose states these are.
+"""
+
+import threading
+
+import lightning
+import pytest
+
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.memory import StateInMemory
+from lockstep_gpt.run.callbacks.stopping import GracefulStop
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.memory import files
+from lockstep_gpt.run.memory.files import HEADER_BYTES, identity_of, states_in
+from lockstep_gpt.run.memory.writer import writer_of
+from lockstep_gpt.training.seeds import MicroBatchSeeds
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """A run whose shared memory is a folder on disk."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    run = RunDirectory(tmp_path / "run")
+    run.create({})
+    return run
+
+
+class Crash(lightning.Callback):
+    """Ends a rank after a step, as a fault would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise RuntimeError("crashed")
+
+
+class Overwrite(lightning.Callback):
+    """Fills the file of a state with other numbers, as a later state does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, *_):
+        with self.path.open("r+b") as file:
+            size = self.path.stat().st_size - HEADER_BYTES
+            file.seek(HEADER_BYTES)
+            file.write(b"\x7f" * size)
+
+
+def fit(foreign, directory, world_size, *callbacks, kept=None, **settings):
+    """Train as one rank; return the hash of the weights."""
+    module = foreign.module()
+    hashes = WeightHashes()
+    disk = AtomicCheckpointIO(directory, hashes)
+    disk.verified = kept
+    ranks = Ranks.from_environment()
+    writer = writer_of(directory, ranks)
+    checkpoints = Checkpoints(directory.checkpoints, every=3, keep_best=0)
+    memory = StateInMemory(checkpoints, hashes, writer, every=2)
+    stop = GracefulStop(checkpoints, memory.turns, timeout=60)
+    strategy = foreign.strategy(world_size, exact=False)
+    memory.prepare(strategy, 1 << 16, kept)
+    callbacks = [MicroBatchSeeds(7), stop, checkpoints, memory, *callbacks]
+    resume = {"ckpt_path": kept.path, "start": kept.step} if kept else {}
+    spread = {"world_size": world_size, "accumulation": 2, "strategy": strategy}
+    foreign.train(module, *callbacks, plugins=[disk], **spread, **resume, **settings)
+    return foreign.digest(module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_continues_from_memory_with_equal_bits(
+    foreign, on_each, tmp_path, directory, world_size
+):
+    """A state newer than any checkpoint is kept, and the run ends with the bits of a whole one."""
+    other = RunDirectory(tmp_path / "whole")
+    other.create({})
+    whole = on_each(world_size, lambda _rank: fit(foreign, other, world_size))
+
+    def crash(_rank):
+        with pytest.raises(RuntimeError, match="crashed"):
+            fit(foreign, directory, world_size, Crash(5))
+
+    on_each(world_size, crash)
+    assert [step_of(path) for path in checkpoints_in(directory.checkpoints)] == [3]
+    newest, *_ = states_in(identity_of(directory))
+    assert newest.step == 4
+    rest = on_each(world_size, lambda _rank: fit(foreign, directory, world_size, kept=newest))
+    assert rest == whole
+
+
+def test_a_resumed_run_does_not_share_numbers_with_the_file(foreign, tmp_path, directory):
+    """Later states overwrite the file; the optimizer's moments stay those of the run."""
+    other = RunDirectory(tmp_path / "whole")
+    other.create({})
+    whole = fit(foreign, other, 1)
+    with pytest.raises(RuntimeError, match="crashed"):
+        fit(foreign, directory, 1, Crash(5))
+    newest, *_ = states_in(identity_of(directory))
+    overwrite = Overwrite(newest.path)
+    assert fit(foreign, directory, 1, overwrite, kept=newest) == whole
+
+
+def test_a_trainer_that_fails_leaves_no_thread(foreign, directory):
+    """Another fit of the same process may take its place."""
+    threads = threading.active_count()
+    with pytest.raises(RuntimeError, match="crashed"):
+        fit(foreign, directory, 1, Crash(5))
+    assert threading.active_count() == threads
