@@ -8,10 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lockstep_gpt.training.means import Mean
 from torch import nn
 
 from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.means import Mean
 
 slow = pytest.mark.slow
 STEPS = 8
