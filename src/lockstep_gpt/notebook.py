@@ -33,6 +33,7 @@ from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
+from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.training import ending, kernels, train
@@ -168,7 +169,12 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         ranks,
         batch,
         {"tokenizer": tokenizer, "seed": config.seed},
-        first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
+        first=[
+            ValidateEvery(config.val_every),
+            MicroBatchSeeds(config.seed),
+            metrics,
+            *counting(config, data),
+        ],
         last=[*updating(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],

@@ -361,8 +361,8 @@ def build_trainer(
     Args:
         config: names the Trainer, the strategy, and the user's callbacks.
         ranks: this rank among all.
-        batch: decides how often the Trainer updates and validates.
-        of_run: values for callbacks of the user that have such arguments.
+        batch: decides how often the Trainer updates.
+    of_run: values for callbacks of the user that have such arguments.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
         loggers: all loggers; a tracked run ends if the Trainer can't be built.
@@ -380,10 +380,8 @@ def build_trainer(
             logger=loggers,
             plugins=with_environment([*plugins, *users], ranks),
             accumulate_grad_batches=batch.accumulation,
-            val_check_interval=config.val_every * batch.accumulation,
             precision=config.precision,
             max_epochs=-1,
-            check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in chosen),
             enable_model_summary=False,

@@ -39,6 +39,7 @@ from lockstep_gpt.run.callbacks.stopping import (
     Stopped,
     stop_before_first_step,
 )
+from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
@@ -174,7 +175,12 @@ def assemble(
         ranks,
         batch,
         {"tokenizer": tokenizer, "seed": config.seed},
-        first=[MicroBatchSeeds(config.seed), metrics, *counting(config, data)],
+        first=[
+            ValidateEvery(config.val_every),
+            MicroBatchSeeds(config.seed),
+            metrics,
+            *counting(config, data),
+        ],
         last=[*guards, *updating(config), *saving],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
