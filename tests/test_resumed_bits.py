@@ -68,7 +68,6 @@ def train_and_resume(new_run, folder, settings, place):
     `place` returns arguments of a Trainer. Returns the weights with which the resumed run starts.
     """
     saving = {"checkpoint": {"every": 3, "keep_last": 9}, "val_every": 100, **settings}
-    saving["log_every"] = 4  # so that the last state has losses of steps without a row
     run = new_run(**saving)
     run.fit(run.checkpoints(folder / "whole"), **place())
     run = new_run(**saving)
@@ -86,7 +85,6 @@ def check(folder, weights):
     ours, theirs = read(folder / "again", 6), read(folder / "whole", 6)
     for part in ("state_dict", "optimizer_states"):
         assert_equal_bits(ours[part], theirs[part])
-    assert ours["means"]["train/loss"] == theirs["means"]["train/loss"] != []
 
 
 @pytest.mark.slow

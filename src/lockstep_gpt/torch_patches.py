@@ -1,7 +1,8 @@
 """Private names of torch, each with the reason. Versions: torch 2.12 to 2.15."""
 
+import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -76,6 +77,16 @@ def without_hooks(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hooks, before in held:
             hooks.update(before)
+
+
+def shallow_copy(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a copy of a module that shares its weights, and all children but the replaced ones.
+
+    A copy shares the table of children, too, for which there is no public name.
+    """
+    copied = copy.copy(module)
+    copied._modules = {**module._modules, **replaced}
+    return copied
 
 
 def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:

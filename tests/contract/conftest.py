@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.distributed.exact_sums import SingleDevice
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 
 SAMPLES = 960
 STEP = 48  # samples of a step: 1, 2, 3, and 4 ranks share them, with and without accumulation
@@ -107,7 +107,7 @@ def make_strategy(world_size, exact):
     """Return the engine's strategy for so many ranks."""
     threads = 1 if exact else None
     if world_size == 1:
-        return SingleDevice(torch.device("cpu"), exact_threads=threads)
+        return SingleDeviceStrategy(torch.device("cpu"), exact_threads=threads)
     return DDPStrategy(process_group_backend="gloo", exact_threads=threads)
 
 

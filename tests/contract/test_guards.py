@@ -11,7 +11,7 @@ from lockstep_gpt.errors import RunError
 from lockstep_gpt.extras.evidence.flips import FlippedBit, flip
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.training.means import Mean
+from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 

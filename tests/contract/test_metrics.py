@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.training.means import Mean
+from lockstep_gpt.run.means import Mean
 
 slow = pytest.mark.slow
 STEPS = 8

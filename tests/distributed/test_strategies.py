@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 from lockstep_gpt.config_files import config_folder
-from lockstep_gpt.distributed.exact_sums import SingleDevice
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.distributed.strategies import auto, ddp
 
 PRESETS = config_folder() / "strategy"
@@ -16,7 +16,7 @@ SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "
 def test_auto_does_not_wrap_one_rank():
     cpu = auto(accelerator="cpu", world_size=1, **SETTINGS)
     gpu = auto(accelerator="cuda", world_size=1, **SETTINGS)
-    assert type(cpu) is type(gpu) is SingleDevice
+    assert type(cpu) is type(gpu) is SingleDeviceStrategy
     assert (cpu.root_device, gpu.root_device) == (torch.device("cpu"), torch.device("cuda", 0))
 
 

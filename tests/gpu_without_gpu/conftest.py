@@ -74,9 +74,8 @@ def compare_compiled(new_run, losses_on_two, monkeypatch):
             )
 
         (eager, _), (compiled, made) = losses(False), losses(True)
-        # The loss in chunks is a separate Function, before which a graph ends. The passes that
-        # arrange DDP's buckets build the graphs of all steps.
-        once = [("before", 0)] * (1 + chunked) + [("validate", 0)] * (1 + chunked)
+        # The loss in chunks is a separate Function, before which a graph ends.
+        once = [("train", 0)] * (1 + chunked) + [("validate", 0)] * (1 + chunked)
         assert made == (once, once)
         for ours, theirs in zip(compiled, eager, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)

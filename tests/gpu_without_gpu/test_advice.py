@@ -37,7 +37,7 @@ def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(mon
 
     monkeypatch.setattr(train, "join", join)
     monkeypatch.setattr(train, "report_failure", lambda *parts: type(parts[2]).__name__)
-    parts = {"batch": BatchConfig(), "model": ModelConfig(8, 1, 2, 16)}
+    parts = {"batch": BatchConfig(micro_size=1), "model": ModelConfig(8, 1, 2, 16)}
     config = Config(max_steps=1, trainer={"accelerator": "cpu"}, **parts)
     directory = RunDirectory(tmp_path)
     monkeypatch.setattr(directory, "load", lambda: config)

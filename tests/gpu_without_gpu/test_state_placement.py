@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import optim
@@ -71,7 +72,8 @@ def test_without_the_fused_kernel_the_step_count_is_on_the_host(monkeypatch):
 
 
 def test_16_mixed_uses_one_kernel_for_all_tensors_of_a_group(new_run):
-    optimizer = new_run(precision="16-mixed").module.configure_optimizers()["optimizer"]
+    module = new_run(precision="16-mixed").module
+    optimizer = module.make_optimizer(module.model, single_device("cuda"))
     # Both None: torch then uses `foreach` on a GPU; False would mean tensor by tensor.
     kernels = [(each["fused"], each["foreach"]) for each in optimizer.param_groups]
     assert set(kernels) == {(None, None)}

@@ -29,7 +29,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 @pytest.mark.parametrize(
     "target",
     [
-        "lockstep_gpt.inference.sample.Sample",
+        "lockstep_gpt.training.sample.Sample",
         "lockstep_gpt.distributed.strategies.ddp",
         "lightning.pytorch.Trainer",
         "lightning.pytorch.callbacks.EarlyStopping",

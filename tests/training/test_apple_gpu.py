@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.windows import Stored
 from lockstep_gpt.model import functional
-from lockstep_gpt.training.means import Mean
+from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.seeds import seed_device
 
 ABSENT = {torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex128}

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from lockstep_gpt.data import order, shards
+from lockstep_gpt.data.data_place import data_place
 from lockstep_gpt.data.feeding import Feed, TokenStream, move_to_device
 from lockstep_gpt.data.order import Order, Positions
 from lockstep_gpt.data.packing import Packing, Stream
 from lockstep_gpt.data.windows import Batch, Stored
-from lockstep_gpt.distributed.data_place import data_place
 from lockstep_gpt.errors import UserError
 
 # Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.

@@ -54,6 +54,8 @@ class DDPStrategy(AddsGradients, strategies.DDPStrategy):
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients stay in DDP's buckets, where micro-batches are added to them."""
+        if self._first_step is not None:
+            return self._first_step.keeps
         return bool(self._kept)
 
     def setup(self, trainer: Trainer) -> None:
@@ -124,19 +126,26 @@ class DDPStrategy(AddsGradients, strategies.DDPStrategy):
             for weight, place in absent:
                 weight.grad = place
         self._step_begins = is_last
-        if self._first_step is not None and self._first_step.needs_gradients(is_last):
+        if self._first_step is None or (is_last and self._is_exchanged_elsewhere()):
+            return
+        if self._first_step.needs_gradients(is_last):
             self._first_step.watch()
 
     def after_gradients(self, is_last: bool) -> None:
         """End the first step of this process with the sums that later steps compute."""
         if self._first_step is not None:
             self._first_step.unwatch()
-            if is_last:
+            if not is_last:
+                self._first_step.restore()
+            elif not self._is_exchanged_elsewhere():  # else the next step is DDP's first
                 self._kept = self._first_step.end(self._compress)
                 self._first_step = None
-            else:
-                self._first_step.restore()
         super().after_gradients(is_last)
+
+    def _is_exchanged_elsewhere(self) -> bool:
+        """Return whether a callback keeps DDP from exchanging the gradients of this step."""
+        wrapped: Any = self.model
+        return not wrapped.require_backward_grad_sync
 
     def _compress(self) -> None:
         wrapped: Any = self.model
@@ -195,7 +204,7 @@ class FirstStep:
     def __init__(self, wrapped: DistributedDataParallel, passes: int, keeps: bool) -> None:
         self._wrapped = wrapped
         self._passes = passes
-        self._keeps = keeps
+        self.keeps = keeps
         self._exchanges = 0
         self._weights = [weight for weight in wrapped.module.parameters() if weight.requires_grad]
         self._local: dict[nn.Parameter, Tensor] = {}  # in the order of arrival
@@ -247,7 +256,7 @@ class FirstStep:
             self._free()
             if number == 0:
                 compress()
-                if self._keeps and self._passes > 1:
+                if self.keeps and self._passes > 1:
                     self._fill(places)
             self._exchange()
         if self._passes == 0:
@@ -258,7 +267,7 @@ class FirstStep:
             for weight in self._weights
             if weight.grad is not None and not weight.grad.is_sparse
         ]
-        if not self._keeps or self._passes == 0 or len(kept) < len(self._weights):
+        if not self.keeps or self._passes == 0 or len(kept) < len(self._weights):
             return []
         return kept
 
@@ -274,25 +283,33 @@ class FirstStep:
 
     def _exchange(self) -> None:
         """Hand the gradients of this rank to DDP, in the order in which they arrived."""
-
-        def hand_over(start: Tensor) -> Tensor:
-            chain = start
-            for weight, gradient in reversed(self._local.items()):  # backward begins at the end
-                chain = HandOver.apply(chain, weight, gradient)  # type: ignore[no-untyped-call]
-            return chain
-
         module = self._wrapped.module
-        own = vars(module).get("forward")
-        module.forward = hand_over  # as Lightning does for `training_step`
+        self._wrapped.module = Gradients(self._local)
         try:
-            start = torch.zeros((), device=self._weights[0].device, requires_grad=True)
-            end = self._wrapped(start)
+            end = self._wrapped(torch.zeros((), device=self._weights[0].device, requires_grad=True))
         finally:
-            del module.forward
-            if own is not None:
-                module.forward = own
+            self._wrapped.module = module
         with without_hooks(self._weights):
             end.backward()
+
+
+class Gradients(nn.Module):
+    """Takes the place of a module in DDP: its backward yields known gradients.
+
+    Args:
+        of_weights: the gradients, in the order in which they arrive.
+    """
+
+    def __init__(self, of_weights: dict[nn.Parameter, Tensor]) -> None:
+        super().__init__()
+        self._of_weights = of_weights
+
+    def forward(self, start: Tensor) -> Tensor:
+        """Return a scalar, whose backward begins with the first weight."""
+        chain = start
+        for weight, gradient in reversed(self._of_weights.items()):
+            chain = HandOver.apply(chain, weight, gradient)  # type: ignore[no-untyped-call]
+        return chain
 
 
 class HandOver(torch.autograd.Function):

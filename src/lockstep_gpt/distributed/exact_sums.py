@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning import Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch import strategies
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ class ExactSums:
         self._gathered.append((work, total, bucket, result))
 
 
-class AddsGradients(Strategy):
+class AddsGradients(strategies.Strategy):
     """A mixin of strategies: decides how the gradients of a step are added.
 
     Callbacks see them once they are complete: in the last micro-batch, the sum of the step.
@@ -206,7 +206,7 @@ class AddsGradients(Strategy):
             module: Any = self.lightning_module
             refuse_partial_trees(trainer.world_size, trainer.accumulate_grad_batches)
             self._kernels.enter_context(exact_kernels(self.exact_threads, self.root_device.type))
-            in_ddp = isinstance(self, DDPStrategy)
+            in_ddp = isinstance(self, strategies.DDPStrategy)
             self.exact = ExactSums(module, trainer.world_size, self.root_device, in_ddp)
         super().setup(trainer)
 
@@ -259,7 +259,7 @@ class AddsGradients(Strategy):
         super().on_exception(exception)
 
 
-class SingleDevice(AddsGradients, SingleDeviceStrategy):
+class SingleDeviceStrategy(AddsGradients, strategies.SingleDeviceStrategy):
     """Lightning's, for one rank, also with the exact sums of several."""
 
 

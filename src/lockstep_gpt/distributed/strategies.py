@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
-from lockstep_gpt.distributed.exact_sums import SingleDevice
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.tensor_splits import TensorPart
 
@@ -154,7 +154,7 @@ def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
     return build_fsdp2(world_size, **settings)
 
 
-def single_device(accelerator: str, exact_threads: int | None = None) -> SingleDevice:
+def single_device(accelerator: str, exact_threads: int | None = None) -> SingleDeviceStrategy:
     """Return the strategy of one rank on `accelerator`: cpu, cuda, or mps."""
     device = torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
-    return SingleDevice(device, exact_threads=exact_threads)
+    return SingleDeviceStrategy(device, exact_threads=exact_threads)

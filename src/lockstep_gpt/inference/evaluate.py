@@ -216,7 +216,7 @@ def _measure(model: GPT, batches: Iterator[Batch], count: int) -> dict[str, floa
     from tqdm import tqdm
 
     from lockstep_gpt.model.functional import IGNORE, perplexity
-    from lockstep_gpt.training.means import Mean, entries_of_ranks
+    from lockstep_gpt.run.means import Mean, entries_of_ranks
 
     mean = Mean("loss", also={"perplexity": perplexity})
     rank, _ = rank_and_world_size()

@@ -60,14 +60,11 @@ class GPT(nn.Module):
                 nn.init.ones_(parameter)  # the scale of a norm
         self.token_embedding.weight[self.vocab_size :].zero_()
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, with_features: bool = False
-    ) -> Any:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the token after each of `tokens`, (B, T) of any integer type.
 
         Returns the logits, (B, T, V). With `targets`, (B, T), returns the mean cross-entropy in
-        nats over targets that are not `IGNORE`, at least float32; `with_features`, it returns the
-        loss and the features, (B, T, C), of which `logits` makes logits.
+        nats over targets that are not `IGNORE`, at least float32.
 
         Raises:
             UserError: T is larger than `block_size`.
@@ -75,8 +72,7 @@ class GPT(nn.Module):
         features = self.features(tokens)
         if targets is None:
             return self.logits(features)
-        loss = self.loss(features, targets)
-        return (loss, features) if with_features else loss
+        return self.loss(features, targets)
 
     def loss(self, features: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of `features`, (B, T, C), at `targets`, (B, T), in nats."""

@@ -36,6 +36,7 @@ from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
 from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport
+from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import (
@@ -45,6 +46,7 @@ from lockstep_gpt.run.loggers.tracking import (
     tracked_runs,
 )
 from lockstep_gpt.run.resuming import refuse_unfit
+from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import (
@@ -55,6 +57,7 @@ from lockstep_gpt.training.optim import (
 )
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
+from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.trace import Trace
 
 # Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
@@ -310,6 +313,21 @@ def build_metrics(config: Config, batch: BatchPlan, model: GPT) -> Metrics:
     )
 
 
+def updating(config: Config) -> list[Callback]:
+    """Return what happens to gradients before an update, and after it."""
+    return [ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped), FreeGradients()]
+
+
+def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> list[Callback]:
+    """Return the callbacks before the user's, in the order in which they act."""
+    return [
+        ValidateEvery(config.val_every),
+        MicroBatchSeeds(config.seed),
+        metrics,
+        *counting(config, data),
+    ]
+
+
 def counting(config: Config, data: LightningDataModule) -> list[Callback]:
     """Return what weighs micro-batches by their targets; nothing if each target counts."""
     if not getattr(data, "may_ignore", True):
@@ -342,7 +360,7 @@ def build_trainer(
     config: Config,
     ranks: Ranks,
     batch: BatchPlan,
-    tokenizer: Tokenizer,
+    of_run: dict[str, Any],
     *,
     first: list[Callback],
     last: list[Callback],
@@ -356,36 +374,23 @@ def build_trainer(
         config: names the Trainer, the strategy, and the user's callbacks.
         ranks: this rank among all.
         batch: decides how often the Trainer updates.
-        tokenizer: of the run, for callbacks that show text.
+        of_run: values for callbacks of the user that have such arguments.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
         loggers: all loggers; a tracked run ends if the Trainer can't be built.
         plugins: ours, in addition to the user's.
         arguments: others of the Trainer.
     """
-    is_exact = config.batch.exact_micro_size is not None
-    known = {
-        "accelerator": config.trainer["accelerator"],
-        "world_size": ranks.world_size,
-        "exact_threads": config.batch.exact_threads if is_exact else None,
-    }
-    of_run = {"tokenizer": tokenizer, "seed": config.seed}
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [build_callback(name, node, of_run) for name, node in config.callbacks.items()]
         make_trainer = deferred({**VALIDATION, **config.trainer, **places})
-        users_plugins = make_trainer.keywords.get("plugins", ())
-        strategy = build(config.strategy, known)
-        if is_exact and not isinstance(strategy, AddsGradients):
-            raise UserError(
-                f"batch.exact_micro_size is set, and {config.strategy['_target_']} adds gradients "
-                "in an order of its own; set strategy=auto or strategy=ddp"
-            )
+        users = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
-            strategy=strategy,
+            strategy=build_strategy(config, ranks),
             callbacks=[*first, *chosen, *last],
             logger=loggers,
-            plugins=with_environment([*plugins, *users_plugins], ranks),
+            plugins=with_environment([*plugins, *users], ranks),
             accumulate_grad_batches=batch.accumulation,
             precision=config.precision,
             max_epochs=-1,
@@ -400,6 +405,23 @@ def build_trainer(
             run.close("failed")
         raise mistake(error) from error
     return trainer
+
+
+def build_strategy(config: Config, ranks: Ranks) -> Strategy:
+    """Build the strategy, or raise a `UserError` if it can't add gradients as it should."""
+    is_exact = config.batch.exact_micro_size is not None
+    known = {
+        "accelerator": config.trainer["accelerator"],
+        "world_size": ranks.world_size,
+        "exact_threads": config.batch.exact_threads if is_exact else None,
+    }
+    strategy: Strategy = build(config.strategy, known)
+    if is_exact and not isinstance(strategy, AddsGradients):
+        raise UserError(
+            f"batch.exact_micro_size is set, and {config.strategy['_target_']} adds gradients in "
+            "an order of its own; set strategy=auto or strategy=ddp"
+        )
+    return strategy
 
 
 def with_environment(plugins: Iterable[Any], ranks: Ranks) -> list[Any]:

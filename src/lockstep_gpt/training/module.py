@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lockstep_gpt.distributed.strategies import place
 from lockstep_gpt.model.functional import IGNORE, perplexity
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.means import Mean
-from lockstep_gpt.training.optim import StepRate
+from lockstep_gpt.run.means import Mean
+from lockstep_gpt.training.step_rate import StepRate
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, (B, T)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.errors import defined_in
 from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
@@ -86,17 +85,6 @@ def state_bytes(model: nn.Module, config: OptimConfig) -> int:
         moments = 1 if group.get("muon") else 2
         size += sum(moments * weight.nbytes for weight in group["params"])
     return size
-
-
-class StepRate(LambdaLR):
-    """The learning rate as a function of the step; a resumed run has this run's function."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved step, with the rates that this run has for it."""
-        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
-        groups = self.optimizer.param_groups
-        for group, base, factor in zip(groups, self.base_lrs, self.lr_lambdas, strict=True):
-            group["lr"] = base * factor(self.last_epoch)
 
 
 def keep_own_settings(

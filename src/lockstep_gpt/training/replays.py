@@ -19,6 +19,7 @@ from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.arithmetic import processor_of
 from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
+from lockstep_gpt.torch_patches import shallow_copy
 from lockstep_gpt.training.gradient_bits import (
     Bits,
     GradientBits,
@@ -197,15 +198,16 @@ def unchanged(module: LightningModule) -> Iterator[LightningModule]:
     It has the same weights, and attributes and metrics of its own, also lists and the like, to
     which a step may add; buffers are restored.
     """
-    stand_in: Any = copy.copy(module)
+    metrics = {
+        name: copy.deepcopy(part)
+        for name, part in module.named_children()
+        if isinstance(part, Metric)
+    }
+    stand_in: Any = shallow_copy(module, metrics)
+    stand_in.trainer = module.trainer
     own = vars(stand_in)
     containers = (list, dict, set, deque)
     own.update({name: copy.copy(it) for name, it in own.items() if isinstance(it, containers)})
-    own["_modules"] = {
-        name: copy.deepcopy(part) if isinstance(part, Metric) else part
-        for name, part in module.named_children()
-    }
-    stand_in.trainer = module.trainer
     own["log"] = own["log_dict"] = lambda *_arguments, **_settings: None
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

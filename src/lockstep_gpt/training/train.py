@@ -27,7 +27,6 @@ from lockstep_gpt.distributed.ranks import (
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.inference.sample import prompt_from
 from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
@@ -40,7 +39,6 @@ from lockstep_gpt.run.callbacks.stopping import (
     Stopped,
     stop_before_first_step,
 )
-from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
@@ -57,6 +55,7 @@ from lockstep_gpt.training import ending, kernels, receipt
 from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
 from lockstep_gpt.training.building import (
+    beginning,
     build_checkpoints,
     build_guards,
     build_loggers,
@@ -64,18 +63,17 @@ from lockstep_gpt.training.building import (
     build_module,
     build_overhead,
     build_trainer,
-    counting,
     fitting,
     guard_loggers,
+    updating,
 )
-from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
+from lockstep_gpt.training.sample import prompt_from
 from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
-from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +153,8 @@ def assemble(
     hashes = WeightHashes()
     disk = build_disk(config, directory, hashes)
     writer = build_writer(config, directory, ranks)
-    resume = weights_to_begin_with(
-        directory, config, schedule.total_steps, module, tokenizer, writer
-    )
+    steps = schedule.total_steps
+    resume = weights_to_begin_with(directory, config, steps, module, tokenizer, writer)
     disk.verified = resume
     disk.refuse_unfit = fitting(config, module, data)
 
@@ -169,50 +166,24 @@ def assemble(
     overhead = build_overhead(config, checkpoints, batch, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
+    saving = [hashes, Arithmetic(), overhead, stop, checkpoints, memory]
     loggers = build_loggers(trackers, directory, config, batch, schedule.peak_lr, module.model)
     trainer = build_trainer(
         config,
         ranks,
         batch,
-        tokenizer,
-        first=[
-            ValidateEvery(config.val_every),
-            MicroBatchSeeds(config.seed),
-            metrics,
-            *counting(config, data),
-        ],
-        last=[
-            *guards,
-            ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped),
-            FreeGradients(),
-            hashes,
-            Arithmetic(),
-            overhead,
-            stop,
-            checkpoints,
-            memory,
-        ],
+        {"tokenizer": tokenizer, "seed": config.seed},
+        first=beginning(config, metrics, data),
+        last=[*guards, *updating(config), *saving],
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
-        max_steps=schedule.total_steps,
+        max_steps=steps,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
     memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
-    return Training(
-        directory,
-        config,
-        ranks.rank,
-        batch,
-        schedule,
-        data,
-        tokenizer,
-        module,
-        resume,
-        metrics,
-        metrics_file,
-        trainer,
-    )
+    parts = (batch, schedule, data, tokenizer, module, resume, metrics, metrics_file, trainer)
+    return Training(directory, config, ranks.rank, *parts)
 
 
 def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: Store | None) -> None:

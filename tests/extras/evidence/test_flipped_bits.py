@@ -81,5 +81,5 @@ def test_a_flipped_bit_in_a_checkpoint_with_a_fitting_checksum_is_named(command)
     result = command("verify", "run", status=1)
     assert "  hashes of weights    1 of 1 equal" in result.stdout  # of before the flip
     line = result.stdout.splitlines()[-1]
-    name = "different: in the state saved after step 6, final_norm.weight differs in number"
+    name = "different: in the state saved after step 6, model.final_norm.weight differs in number"
     assert line.startswith(f"{name} {number} of 32, bit ")

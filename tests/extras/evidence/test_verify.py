@@ -94,7 +94,7 @@ def test_other_ranks_without_exact_sums_are_compared_up_to_rounding(command):
 
     rewrite(command.folder / "run", change)
     line = command("verify", "run", "--devices", "1", status=1).stdout.splitlines()[-1]
-    assert "; different: final_norm.weight after step 9 differs by 0.001, " in line
+    assert "; different: model.final_norm.weight after step 9 differs by 0.001, " in line
     assert line.endswith(" times what rounding errors in each step do here, more than 10 times")
 
 

@@ -13,6 +13,7 @@ from lightning import Callback
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
@@ -31,14 +32,12 @@ class Losses(Callback):
         self.folder, self.dictated = folder, dict(dictated)
         self.seen, self.saved_before = {}, {}
 
-    def on_validation_start(self, trainer, _module):
+    def on_validation_start(self, trainer, pl_module):
         self.saved_before[trainer.global_step] = steps_in(self.folder)
-
-    def on_validation_epoch_end(self, trainer, pl_module):
-        vars(pl_module.token_loss).pop("compute", None)
+        vars(pl_module.val_loss).pop("columns", None)
         dictated = self.dictated.get(trainer.global_step)
         if dictated is not None:
-            pl_module.token_loss.compute = lambda: torch.tensor(dictated)
+            pl_module.val_loss.columns = lambda _ranks: {"val/loss": float(dictated)}
 
     def on_validation_end(self, trainer, pl_module):
         self.seen[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
@@ -334,7 +333,7 @@ def test_a_run_bounded_by_epochs_saves_due_steps_and_its_end(new_run, tmp_path, 
 def test_neither_a_sanity_check_nor_a_validation_alone_saves(new_run, tmp_path):
     run = new_run(max_steps=3)
     checkpoints = Checkpoints(tmp_path, every=1)
-    trainer = plain_trainer(run, checkpoints, max_steps=3, num_sanity_val_steps=2)
+    trainer = plain_trainer(run, Metrics(), checkpoints, max_steps=3, num_sanity_val_steps=2)
     trainer.validate(run.module, run.data, verbose=False)
     assert steps_in(tmp_path) == []
     trainer.fit(run.module, run.data)

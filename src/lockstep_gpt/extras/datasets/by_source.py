@@ -11,9 +11,9 @@ from lightning import Callback
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.data_place import data_place
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
-from lockstep_gpt.distributed.data_place import data_place
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention_line import AttentionLine
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
@@ -29,7 +29,7 @@ from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.step_rows import log_row
-from lockstep_gpt.training.means import Entry, Mean, exact_mean, replace_mean
+from lockstep_gpt.run.means import Entry, Mean, exact_mean, replace_mean
 from lockstep_gpt.training.receipt import times
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from lockstep_gpt.data.feeding import Feed
 from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
+from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of
 from lockstep_gpt.run.metrics_rows import COLUMNS
-from lockstep_gpt.training.means import Mean, entries_of_ranks, means_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Metrics(StepCallback):
             self._measured = {}
             return
         is_fit = trainer.state.fn == "fit"  # then the row is logged below
-        log_equal(pl_module, self._measured, logger=not is_fit)
+        log_equal(pl_module, self._measured, logger=not is_fit and bool(trainer.loggers))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the validation has measured, and restart the clock."""
@@ -191,7 +191,7 @@ class Metrics(StepCallback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute what the test has measured; `Trainer.test` returns it."""
         self._measured = self._take_means(self._means)
-        log_equal(pl_module, self._measured, logger=True)
+        log_equal(pl_module, self._measured, logger=bool(trainer.loggers))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the test has measured, which Lightning has logged, for the summary."""

@@ -10,7 +10,8 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.sample import Sample, prompt_from
+from lockstep_gpt.training.building import build_module
+from lockstep_gpt.training.sample import Sample, prompt_from
 
 SETTINGS = {
     "prompt": "def f",
@@ -22,7 +23,9 @@ SETTINGS = {
 
 
 def our_messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("lockstep")]
+    return [
+        record.getMessage() for record in caplog.records if record.name.startswith("lockstep_gpt")
+    ]
 
 
 @pytest.fixture
@@ -31,6 +34,7 @@ def sampled(new_run, caplog):
 
     def fit(**changes):
         run = new_run(max_steps=2)
+        run.module = build_module(run.config, run.schedule, ByteTokenizer())
         caplog.clear()
         caplog.set_level(logging.INFO, "lockstep_gpt")
         run.fit(Sample(**{**SETTINGS, **changes}))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.means import Mean, entries_of_ranks, means_of, replace_mean
+from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of, replace_mean
 
 
 def uneven_batches():
