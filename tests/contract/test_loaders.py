@@ -16,9 +16,9 @@ from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoin
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.means import Mean
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import STEP
-from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
