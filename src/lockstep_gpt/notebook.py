@@ -33,16 +33,15 @@ from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
-from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.training import ending, kernels, train
 from lockstep_gpt.training.batches import build_data, tokenizer_of
 from lockstep_gpt.training.building import (
+    beginning,
     build_metrics,
     build_module,
     build_trainer,
-    counting,
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
@@ -50,7 +49,6 @@ from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
 from lockstep_gpt.training.sample import prompt_from
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
-from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.train import Training
 
 logger = logging.getLogger(__name__)
@@ -169,12 +167,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         ranks,
         batch,
         {"tokenizer": tokenizer, "seed": config.seed},
-        first=[
-            ValidateEvery(config.val_every),
-            MicroBatchSeeds(config.seed),
-            metrics,
-            *counting(config, data),
-        ],
+        first=beginning(config, metrics, data),
         last=[*updating(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],

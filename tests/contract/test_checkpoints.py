@@ -7,8 +7,14 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
-from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, newest_valid, step_of
+from lockstep_gpt.run.checkpoint import (
+    checkpoint_path,
+    checkpoints_in,
+    newest_valid,
+    step_of,
+)
 from lockstep_gpt.run.checkpoint_content import WEIGHTS
+from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 OPTIMIZERS = {
@@ -75,6 +81,29 @@ def test_a_resumed_run_ends_with_equal_bits(foreign, on_each, tmp_path, spread, 
     assert steps_in(tmp_path / "whole") == [3, 6, 7]
     path = checkpoint_path(tmp_path / "whole", 3)
     assert fit("rest", steps=7, start=3, ckpt_path=path) == whole
+    assert steps_in(tmp_path / "rest") == [6, 7]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_run_continues_on_other_ranks_with_equal_bits(foreign, on_each, tmp_path, world_size):
+    """Steps begin with their first micro-batch, of which a rank has another number than before."""
+    path = checkpoint_path(tmp_path / "begun", 3)
+
+    def fit(world_size, folder, **settings):
+        def on_rank(_rank):
+            module = foreign.module()
+            checkpoints = Checkpoints(tmp_path / folder, every=3, keep_last=9, keep_best=0)
+            spread = {"world_size": world_size, "accumulation": 4 // world_size}
+            callbacks = [MicroBatchSeeds(7), checkpoints]
+            foreign.train(module, *callbacks, exact=True, **spread, **settings)
+            return foreign.digest(module)
+
+        return on_each(world_size, on_rank)
+
+    (whole,) = fit(1, "whole", steps=7)
+    fit(2, "begun", steps=3)
+    rest = fit(world_size, "rest", steps=7, start=3, ckpt_path=path)
+    assert rest == [whole] * world_size
     assert steps_in(tmp_path / "rest") == [6, 7]
 
 

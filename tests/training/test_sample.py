@@ -23,9 +23,8 @@ SETTINGS = {
 
 
 def our_messages(caplog):
-    return [
-        record.getMessage() for record in caplog.records if record.name.startswith("lockstep_gpt")
-    ]
+    package = "lockstep_gpt"
+    return [record.message for record in caplog.records if record.name.startswith(package)]
 
 
 @pytest.fixture

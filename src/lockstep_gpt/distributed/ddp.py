@@ -283,12 +283,13 @@ class FirstStep:
 
     def _exchange(self) -> None:
         """Hand the gradients of this rank to DDP, in the order in which they arrived."""
-        module = self._wrapped.module
-        self._wrapped.module = Gradients(self._local)
+        wrapped: Any = self._wrapped
+        module, broadcasts = wrapped.module, wrapped.broadcast_buffers
+        wrapped.module, wrapped.broadcast_buffers = Gradients(self._local), False
         try:
-            end = self._wrapped(torch.zeros((), device=self._weights[0].device, requires_grad=True))
+            end = wrapped(torch.zeros((), device=self._weights[0].device, requires_grad=True))
         finally:
-            self._wrapped.module = module
+            wrapped.module, wrapped.broadcast_buffers = module, broadcasts
         with without_hooks(self._weights):
             end.backward()
 

@@ -365,3 +365,24 @@ def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None
         trainer.enable_validation and isinstance(interval, int) and batches % interval == 0
     )
     set_logged_steps(checkpoint, step - is_passed_over)
+
+
+def align_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Let Lightning's counts of micro-batches be those of whole steps of this run.
+
+    With other ranks, a step has another number of micro-batches of each: without this, the run
+    would continue in the middle of a step. An epoch that has ended stays as it is.
+
+    Args:
+        checkpoint: of a run with any number of micro-batches in a step; changed in place.
+        trainer: of this run.
+    """
+    before = checkpoint.get("accumulate_grad_batches")
+    now = trainer.accumulate_grad_batches
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    batches = progress["current"]["ready"]
+    if before is None or before == now or batches % before:
+        return
+    shift = batches // before * now - batches
+    for scope in ("total", "current"):
+        progress[scope] = {name: count + shift for name, count in progress[scope].items()}

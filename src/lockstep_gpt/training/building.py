@@ -36,6 +36,7 @@ from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
 from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport
+from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
 from lockstep_gpt.run.loggers.tracking import (
@@ -56,6 +57,7 @@ from lockstep_gpt.training.optim import (
 )
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
+from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.trace import Trace
 
 # Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
@@ -316,6 +318,16 @@ def updating(config: Config) -> list[Callback]:
     return [ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped), FreeGradients()]
 
 
+def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> list[Callback]:
+    """Return the callbacks before the user's, in the order in which they act."""
+    return [
+        ValidateEvery(config.val_every),
+        MicroBatchSeeds(config.seed),
+        metrics,
+        *counting(config, data),
+    ]
+
+
 def counting(config: Config, data: LightningDataModule) -> list[Callback]:
     """Return what weighs micro-batches by their targets; nothing if each target counts."""
     if not getattr(data, "may_ignore", True):
@@ -362,7 +374,7 @@ def build_trainer(
         config: names the Trainer, the strategy, and the user's callbacks.
         ranks: this rank among all.
         batch: decides how often the Trainer updates.
-    of_run: values for callbacks of the user that have such arguments.
+        of_run: values for callbacks of the user that have such arguments.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
         loggers: all loggers; a tracked run ends if the Trainer can't be built.

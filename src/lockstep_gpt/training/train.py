@@ -39,7 +39,6 @@ from lockstep_gpt.run.callbacks.stopping import (
     Stopped,
     stop_before_first_step,
 )
-from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
@@ -56,6 +55,7 @@ from lockstep_gpt.training import ending, kernels, receipt
 from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
 from lockstep_gpt.training.building import (
+    beginning,
     build_checkpoints,
     build_guards,
     build_loggers,
@@ -63,7 +63,6 @@ from lockstep_gpt.training.building import (
     build_module,
     build_overhead,
     build_trainer,
-    counting,
     fitting,
     guard_loggers,
     updating,
@@ -74,8 +73,12 @@ from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 from lockstep_gpt.training.sample import prompt_from
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    Schedule,
+    plan_batch,
+    plan_schedule,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +178,7 @@ def assemble(
         ranks,
         batch,
         {"tokenizer": tokenizer, "seed": config.seed},
-        first=[
-            ValidateEvery(config.val_every),
-            MicroBatchSeeds(config.seed),
-            metrics,
-            *counting(config, data),
-        ],
+        first=beginning(config, metrics, data),
         last=[*guards, *updating(config), *saving],
         loggers=[metrics_file, *loggers],
         plugins=[disk],

@@ -24,7 +24,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.finite_states import refuse_broken_state
 from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.states import read_state
-from lockstep_gpt.run.resuming import rescale_batch_progress
+from lockstep_gpt.run.resuming import align_batch_progress, rescale_batch_progress
 from lockstep_gpt.settings import check, check_choice
 
 
@@ -220,14 +220,17 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add what every checkpoint has in addition to the training state."""
+        checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         checkpoint.update(self.content(trainer))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
-        """Continue at the saved sample, with this run's own accumulation."""
+        """Continue after whole steps of this run's own accumulation, and at the saved sample."""
         data: Any = getattr(trainer, "datamodule", None)
         if isinstance(data, EndlessData):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
             rescale_batch_progress(checkpoint, trainer)
+        else:
+            align_batch_progress(checkpoint, trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides which validation is among the best, and which saves."""
