@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Trainer
+from lightning import Callback, LightningModule, Trainer
 
 from lockstep_gpt.damaged_files import absence_of, refuse_misplaced
 from lockstep_gpt.distributed.ranks import (
@@ -300,34 +300,38 @@ def refuse_lost_numbers(where: str, saved: dict[str, Any], module: torch.nn.Modu
         raise UserError(fault)
 
 
-def refuse_unfit(
-    where: str,
-    checkpoint: dict[str, Any],
-    *,
-    module: torch.nn.Module,
-    places: dict[str, Any],
-    values: dict[str, Any],
-    counts_samples: bool,
-    is_forced: bool,
-) -> None:
-    """Raise a `UserError` if the checkpoint `where` is from a run with other settings or code.
+class RefuseUnfit(Callback):
+    """Refuses a checkpoint of a run with other settings or code, before anything is restored.
 
-    Every rank must call this.
+    It is called by what reads checkpoints. List it after callbacks that change the module.
 
     Args:
-        where: its place, for messages.
-        checkpoint: its content.
-        module: gets its weights.
-        places: the names of the module's weights -> tensors of their whole shapes.
         values: the settings of this run.
         counts_samples: whether the run needs the number of samples that it has seen.
         is_forced: whether settings may differ.
     """
-    refuse_lost_parts(where, checkpoint, counts_samples)
-    if not is_forced:
-        refuse_another_identity(where, checkpoint["config"], values)
-    refuse_other_weights(where, checkpoint["state_dict"], places)
-    refuse_lost_numbers(where, checkpoint["state_dict"], module)
+
+    def __init__(self, values: dict[str, Any], counts_samples: bool, is_forced: bool) -> None:
+        self.values = values
+        self.counts_samples = counts_samples
+        self.is_forced = is_forced
+        self._module: torch.nn.Module | None = None
+        self._places: dict[str, Any] = {}  # names of weights -> tensors of their whole shapes
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note the module's weights before ranks share them."""
+        self._module = pl_module
+        weights = pl_module.state_dict()
+        self._places = {name: weight.to("meta") for name, weight in weights.items()}
+
+    def __call__(self, where: str, checkpoint: dict[str, Any]) -> None:
+        """Raise a `UserError` if the checkpoint `where` doesn't fit; every rank must call this."""
+        assert self._module is not None, "a Trainer sets up before it reads"
+        refuse_lost_parts(where, checkpoint, self.counts_samples)
+        if not self.is_forced:
+            refuse_another_identity(where, checkpoint["config"], self.values)
+        refuse_other_weights(where, checkpoint["state_dict"], self._places)
+        refuse_lost_numbers(where, checkpoint["state_dict"], self._module)
 
 
 def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lockstep_gpt.config import Config, as_values
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
@@ -45,7 +45,6 @@ from lockstep_gpt.run.loggers.tracking import (
     git_state,
     tracked_runs,
 )
-from lockstep_gpt.run.resuming import refuse_unfit
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
@@ -340,20 +339,6 @@ def counted_targets(batch: Any) -> Tensor:
     """Return how many targets of a micro-batch count."""
     targets: Tensor = batch[1]
     return (targets != IGNORE).sum()
-
-
-def fitting(
-    config: Config, module: GPTModule, data: LightningDataModule
-) -> Callable[[str, dict[str, Any]], None]:
-    """Return a function that refuses checkpoints that don't fit the run."""
-    return partial(
-        refuse_unfit,
-        module=module,
-        places={name: weight.to("meta") for name, weight in module.state_dict().items()},
-        values=as_values(config),
-        counts_samples=isinstance(data, TokenDataModule),
-        is_forced=config.resume_force,
-    )
 
 
 def build_trainer(

@@ -12,7 +12,7 @@ from lightning import LightningDataModule, Trainer
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, as_values
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.flight_recorder import record_collectives
@@ -50,7 +50,11 @@ from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
-from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
+from lockstep_gpt.run.resuming import (
+    RefuseUnfit,
+    refuse_other_directory,
+    state_to_resume,
+)
 from lockstep_gpt.training import ending, kernels, receipt
 from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
@@ -63,7 +67,6 @@ from lockstep_gpt.training.building import (
     build_module,
     build_overhead,
     build_trainer,
-    fitting,
     guard_loggers,
     updating,
 )
@@ -161,7 +164,8 @@ def assemble(
     steps = schedule.total_steps
     resume = weights_to_begin_with(directory, config, steps, module, tokenizer, writer)
     disk.verified = resume
-    disk.refuse_unfit = fitting(config, module, data)
+    is_ours = isinstance(data, TokenDataModule)
+    disk.refuse_unfit = unfit = RefuseUnfit(as_values(config), is_ours, config.resume_force)
 
     # What watches and keeps the run, and the Trainer.
     metrics = build_metrics(config, batch, module.model)
@@ -171,7 +175,7 @@ def assemble(
     overhead = build_overhead(config, checkpoints, batch, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
-    saving = [hashes, Arithmetic(), overhead, stop, checkpoints, memory]
+    saving = [unfit, hashes, Arithmetic(), overhead, stop, checkpoints, memory]
     loggers = build_loggers(trackers, directory, config, batch, schedule.peak_lr, module.model)
     trainer = build_trainer(
         config,
@@ -184,7 +188,7 @@ def assemble(
         plugins=[disk],
         default_root_dir=directory.path,
         max_steps=steps,
-        use_distributed_sampler=not isinstance(data, TokenDataModule),
+        use_distributed_sampler=not is_ours,
     )
     memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
     parts = (batch, schedule, data, tokenizer, module, resume, metrics, metrics_file, trainer)
