@@ -122,10 +122,12 @@ def test_a_resume_of_shards_has_the_saved_bits(new_run, tmp_path, on_ranks, prec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_resume_on_ranks_has_the_saved_bits(new_run, tmp_path, on_ranks, world, precision):
+@pytest.mark.parametrize(("world", "is_static"), [(2, False), (3, False), (3, True)])
+def test_a_resume_on_ranks_has_the_saved_bits(
+    new_run, tmp_path, on_ranks, world, is_static, precision
+):
     def place():
-        return {"strategy": ddp(**REPLICAS), "devices": world}
+        return {"strategy": ddp(**REPLICAS, static_graph=is_static), "devices": world}
 
     def train(_rank):
         # With a validation at the save, before which Lightning would free the gradients.
