@@ -21,13 +21,13 @@ from lockstep_gpt.run.checkpoint import (
 )
 from lockstep_gpt.run.checkpoint_sums import sum_path, verify
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.run.resuming import (
     refuse_lost_numbers,
     refuse_other_directory,
     state_to_resume,
     verified_on_each_machine,
 )
-from lockstep_gpt.training.optim import copy_restored_state
 
 DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
 MIB = 2**20

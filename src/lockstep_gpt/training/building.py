@@ -45,12 +45,12 @@ from lockstep_gpt.run.loggers.tracking import (
     git_state,
     tracked_runs,
 )
+from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import (
     build_optimizer,
-    copy_restored_state,
     keep_own_settings,
     place_matrices,
 )

@@ -14,6 +14,8 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep_gpt.run.finite_states import own_part
+
 
 class CountTargets(Callback):
     """Weighs each micro-batch by what counts in it, and divides by that of the step.
@@ -91,11 +93,4 @@ class CountTargets(Callback):
         self.factor = share * self.unit
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], self.factor)
-
-
-def _local(gradient: Any) -> Tensor:
-    """Return this rank's part of a gradient: under FSDP2 its shard, otherwise all of it."""
-    if hasattr(gradient, "to_local"):  # a DTensor, whose import takes time
-        gradient = gradient.to_local()
-    return gradient  # type: ignore[no-any-return]
+        torch._foreach_mul_([own_part(gradient) for gradient in gradients], self.factor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep_gpt.errors import defined_in
 from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
@@ -96,14 +96,3 @@ def keep_own_settings(
         for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def copy_restored_state(optimizer: torch.optim.Optimizer) -> None:
-    """Copy the state that `load_state_dict` has put in `optimizer`, one tensor after the other.
-
-    torch takes over a saved tensor of the right type and device, but ours is a mapped file.
-    """
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                state[name] = value.clone()

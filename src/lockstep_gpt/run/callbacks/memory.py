@@ -23,6 +23,7 @@ from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_fol
 from lockstep_gpt.run.memory.room import refuse_little_room
 from lockstep_gpt.run.memory.turns import MemoryTurns
 from lockstep_gpt.run.memory.writer import MemoryWriter
+from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,8 @@ class StateInMemory(StepCallback, Checkpoint):
         """Note where training begins."""
         super().on_train_start(trainer, pl_module)
         if self._resumes:
-            copy_moments(trainer)
+            for optimizer in trainer.optimizers:
+                copy_restored_state(optimizer)
         self.turns.begin(trainer.global_step)
         self.turns.is_blocked = self._is_blocked
         if self.writer is not None and self.writer.shards is not None:
@@ -255,18 +257,6 @@ def kept_state(trainer: Trainer) -> dict[str, Any]:
             return state_of(trainer)
         with strategy.states_in_shards():
             return strategy.state_of_rank(state_of(trainer))
-
-
-def copy_moments(trainer: Trainer) -> None:
-    """Copy the tensors that optimizers took over from the file of a state, one after the other.
-
-    Later states overwrite that file, and so the moments of weights that have no gradient meanwhile.
-    """
-    for optimizer in trainer.optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                    state[name] = value.clone()
 
 
 def addresses_of_updated(trainer: Trainer, module: torch.nn.Module) -> set[int]:
