@@ -96,9 +96,14 @@ def _warm(folder: Path) -> StreamWindows:
     return windows
 
 
-def _stream(windows: StreamWindows, first: int = 0) -> TokenStream:
-    order = Order(0, windows.counts[""], B, 0, 1, start=first * B)
-    return TokenStream(windows, order)
+def _places(windows: StreamWindows, first: int = 0) -> RankOrder:
+    return RankOrder(Shuffled(len(windows), 0), B, 0, 1, start=first * B)
+
+
+def _batches(windows: StreamWindows, workers: Workers, first: int = 0) -> Iterator[Any]:
+    reader = BatchReader(windows, 0, windows.collate)
+    device = SingleDeviceStrategy(torch.device("cpu"))
+    return Batches(reader, device, workers).of(_places(windows, first))
 
 
 def _stock(windows: StreamWindows) -> Iterator[Any]:
@@ -110,14 +115,14 @@ def _stock(windows: StreamWindows) -> Iterator[Any]:
 def _first_batch(folder: Path) -> float:
     started = time.perf_counter()
     windows = StreamWindows(folder, "train", T)
-    windows.widen(next(iter(Feed(_stream(windows)))))
+    windows.widen(next(_batches(windows, "thread")))
     return time.perf_counter() - started
 
 
 def _measured(windows: StreamWindows, rounds: int, batches: int) -> dict[str, list[float]]:
     sources: dict[str, Iterator[Any]] = {
-        "ours": map(windows.widen, Feed(_stream(windows))),
-        "inline": map(windows.widen, _stream(windows, first=10_000)),
+        "ours": map(windows.widen, _batches(windows, "thread")),
+        "inline": map(windows.widen, _batches(windows, 0, first=10_000)),
         "stock": _stock(windows),
     }
     for source in sources.values():

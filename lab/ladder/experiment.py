@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.order import validation_rows
+from lockstep_gpt.data.order import spread
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import Index, load_index
-from lockstep_gpt.data.windows import Batch, StreamWindows
+from lockstep_gpt.data.windows import Batch, StreamWindows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model.functional import choose_matrix_products
@@ -109,7 +109,7 @@ class Experiment:
         limit = self.config.data.val_tokens
         size = self.index.windows("val", T)
         count = size if limit is None else min(size, max(1, limit // T))
-        return Windows(self, "val", validation_rows(size, count, 1, 0, 1).flatten())
+        return Windows(self, "val", spread(np.arange(count), size, count))
 
 
 class Windows(Dataset[Batch]):
@@ -123,8 +123,7 @@ class Windows(Dataset[Batch]):
         return len(self.rows)
 
     def __getitems__(self, numbers: list[int]) -> Batch:
-        (stored,) = self.windows.gather([self.rows[numbers]])
-        return self.windows.widen(stored)
+        return read_windows(self.windows, self.rows[numbers])
 
     def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield batches of every `world_size`-th window from `rank`; the last may be smaller."""

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from lockstep_gpt.data.order import validation_rows
+from lockstep_gpt.data.order import eval_parts
 
 Finding = tuple[str, str]  # symptom and cure, each with measured values
 Tensors = list[torch.Tensor]
@@ -179,8 +179,8 @@ def average_over_padding(_words: list[str], _folder: Path) -> Finding:
     sampler = DistributedSampler(range(5), ranks, rank, shuffle=False)  # type: ignore[arg-type]
     mean = values[list(sampler)].mean()
     dist.all_reduce(mean)
-    rows = validation_rows(5, 5, 1, rank, ranks).flatten()
-    local_values = values[rows[rows >= 0]]
+    parts = eval_parts(5, 1, rank, ranks, whole=True)
+    local_values = values[[part.first for part in parts]]
     sums = torch.stack([local_values.sum(), local_values.new_tensor(len(local_values))])
     dist.all_reduce(sums)
     return (

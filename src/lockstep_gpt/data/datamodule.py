@@ -1,48 +1,44 @@
 """Turns token files into the batches of one rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import lightning
-import numpy as np
 import torch
 
-from lockstep_gpt.data import order, shards
-from lockstep_gpt.data.data_place import data_place
-from lockstep_gpt.data.feeding import Feed, TokenStream, move_to_device
-from lockstep_gpt.data.order import Order, Positions
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
+from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.packing import Packing, Stream
-from lockstep_gpt.data.windows import Batch, Stored
+from lockstep_gpt.data.windows import Batch, SpreadWindows, Stored, Windows, move_to_device
 from lockstep_gpt.errors import UserError
 
-# Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.
-OrderRule = Callable[[Mapping[str, int], int, int], order.Rule]
+# Training windows of each part, windows of the whole run, tokens of a window, seed -> order.
+MakeOrder = Callable[[Mapping[str, int], int, int, int], Order]
 
 
 class TokenDataModule(lightning.LightningDataModule):
     """Batches of prepared tokens for the Trainer's current rank and step.
 
-    The data is already split across ranks. Lightning adds no sampler to split it again, because
-    the loaders are iterables without a length.
+    A LightningDataModule of your own for any map-style dataset can be as short; see `loaders`.
 
     Args:
         folder: what `prepare` returned; raises a `UserError` if damaged, or a split is too short.
         block_size: tokens of context, T.
         micro_size: samples per device and micro-step, B.
-        accumulation: micro-steps per optimizer step.
         seed: decides the order of the training windows.
         val_tokens: most tokens to validate on, in whole windows, at least one; None: all.
         packing: makes the windows.
-        order_rule: returns the rule of the order.
+        make_order: returns which window each position of the run takes.
 
     Without a Trainer, for example in a notebook:
 
         >>> from lockstep_gpt.data.prepare import prepare
         >>> from lockstep_gpt.data.sources.text import Text
         >>> folder = prepare(Text(path="corpus.txt"))  # into the folder `data`
-        >>> data = TokenDataModule(folder, block_size=64, micro_size=8, accumulation=1, seed=0)
-        >>> rows = data.rows_of("val")  # the numbers of windows, (batches, 8)
-        >>> tokens, targets = next(data.batches("val", rows, torch.device("cpu")))
+        >>> data = TokenDataModule(folder, block_size=64, micro_size=8, seed=0)
+        >>> tokens, targets = read_windows(data.windows["val"], range(8))
         >>> tokens.shape
         torch.Size([8, 64])
     """
@@ -53,11 +49,10 @@ class TokenDataModule(lightning.LightningDataModule):
         *,
         block_size: int,
         micro_size: int,
-        accumulation: int,
         seed: int,
         val_tokens: int | None = None,
         packing: Packing | None = None,
-        order_rule: OrderRule = lambda *_: order.windows,
+        make_order: MakeOrder | None = None,
     ) -> None:
         super().__init__()
         index = shards.load_index(folder)
@@ -65,11 +60,10 @@ class TokenDataModule(lightning.LightningDataModule):
         self.folder = folder
         self.block_size = block_size
         self.micro_size = micro_size
-        self.accumulation = accumulation
         self.seed = seed
-        self.order_rule = order_rule
+        self.make_order = make_order
         self.tokenizer = index.tokenizer  # in the form that `tokenizer_choice.from_dict` accepts
-        self._saved = (0, 0)  # optimizer step of the checkpoint, and samples seen by then
+        self._saved = {"step": 0, "samples": 0}  # of a checkpoint
         packing = packing or Stream()
         packing.prepare(folder, block_size)
         splits = [name for name in index.splits if "/" not in name]
@@ -89,74 +83,82 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def resume_at(self, step: int, samples: int) -> None:
         """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
-        self._saved = step, samples
+        self._saved = {"step": step, "samples": samples}
 
     def samples_seen(self, step: int) -> int:
         """Return how many samples all ranks together have seen up to optimizer step `step`."""
-        first, samples = self._saved
-        per_step = self.micro_size * self.accumulation * data_place(self._attached_trainer()).size
-        return samples + (step - first) * per_step
+        return self._training().samples_seen(step)
 
-    def train_dataloader(self) -> Feed:
+    def train_dataloader(self) -> TrainLoader:
         """Return endless batches, starting at the Trainer's current step."""
-        trainer = self._attached_trainer()
-        place = data_place(trainer)
-        planned = self.samples_seen(trainer.max_steps)
-        self.order = Order(
+        self.training = self._training()
+        if self.make_order is not None:
+            planned = self.training.samples_seen(self._attached_trainer().max_steps)
+            counts = self.windows["train"].counts
+            self.training.order = self.make_order(counts, planned, self.block_size, self.seed)
+        return self.training
+
+    def _training(self) -> TrainLoader:
+        windows = self.windows["train"]
+        loader = train_loader(
+            windows,
+            self.micro_size,
+            self._attached_trainer(),
             seed=self.seed,
-            size=self.train_windows,
-            micro_size=self.micro_size,
-            rank=place.rank,
-            world_size=place.size,
-            accumulation=self.accumulation,
-            start=self.samples_seen(trainer.global_step),
-            rule=self.order_rule(self.windows["train"].counts, planned, self.block_size),
+            collate=windows.collate,
+            workers="thread",
+            endless=True,
         )
-        self.training_feed = self._feed("train", self.order)
-        return self.training_feed
+        loader.load_state_dict(self._saved)
+        return loader
 
     def micro_batch(self, step: int, number: int, device: torch.device) -> Batch:
         """Read one micro-batch of training again: the one of this number after `step` updates.
 
         Numbers count the micro-batches of a step over all ranks. The loader of training must exist.
         """
-        first = self.samples_seen(step) + number * self.micro_size
-        positions = first + np.arange(self.micro_size)
-        rows = self.order.rule(positions, self.train_windows, self.seed)
-        return next(self.batches("train", [rows], device))
+        stored = self.training.read_again(step, number)
+        return self.windows["train"].widen(move_to_device(stored, device))
 
-    def val_dataloader(self) -> Feed:
+    def val_dataloader(self) -> Iterable[Stored]:
         """Return batches that contain every validation window once across all ranks."""
-        parts = self.rows_by_part("val", self.validated, *data_place(self._attached_trainer()))
-        return self._feed("val", np.concatenate([*parts.values()]))
+        return Joined(self.eval_loaders("val", self.validated))
 
-    def test_dataloader(self) -> Feed:
+    def test_dataloader(self) -> Iterable[Stored]:
         """Return batches that contain every test window once across all ranks."""
-        return self._feed("test", self.rows_of("test", *data_place(self._attached_trainer())))
+        return Joined(self.eval_loaders("test", self.windows_of("test").counts))
 
-    def rows_of(self, split: str, rank: int = 0, world_size: int = 1) -> Positions:
-        """Return one rank's windows of a whole split, (batches, B) with -1 as padding."""
+    def windows_of(self, split: str) -> Windows:
+        """Return the windows of a split, or raise a `UserError` if there is none."""
         if split not in self.windows:
             raise UserError(
                 f"{self.folder} has no {split} split; prepare one with "
                 f"{shards.load_index(self.folder).test_settings()}"
             )
-        parts = self.rows_by_part(split, self.windows[split].counts, rank, world_size)
-        return np.concatenate([*parts.values()])
+        return self.windows[split]
 
-    def rows_by_part(
-        self, split: str, used: Mapping[str, int], rank: int, world_size: int
-    ) -> dict[str, Positions]:
-        """Return one rank's windows of each part; see `order.rows_by_part`."""
-        counts = self.windows[split].counts
-        return order.rows_by_part(counts, used, self.micro_size, rank, world_size)
+    def eval_loaders(self, split: str, used: Mapping[str, int]) -> list[EvalLoader]:
+        """Return the batches of each part of the corpus.
 
-    def batches(
-        self, split: str, rows: Iterable[Positions], device: torch.device
-    ) -> Iterator[Batch]:
-        """Yield the batches of these windows of a split on a device, without a Trainer."""
-        for stored in self._stream(split, rows):
-            yield self.windows[split].widen(move_to_device(stored, device))
+        Args:
+            split: `val` or `test`.
+            used: how many windows of each part to spread evenly over it.
+        """
+        windows = self.windows[split]
+        loaders = []
+        first = 0
+        for name, size in windows.counts.items():
+            loader = eval_loader(
+                SpreadWindows(windows, first, size, used[name]),
+                self.micro_size,
+                self._attached_trainer(),
+                pad=windows.pad,
+                collate=windows.collate,
+                workers="thread",
+            )
+            loaders.append(loader)
+            first += size
+        return loaders
 
     def transfer_batch_to_device(
         self,
@@ -177,14 +179,20 @@ class TokenDataModule(lightning.LightningDataModule):
             split = "val"
         return self.windows[split].widen(batch)
 
-    def _feed(self, split: str, rows: Iterable[Positions]) -> Feed:
-        """Return a `Feed` that loads the batches of a split ahead."""
-        device = self._attached_trainer().strategy.root_device
-        return Feed(self._stream(split, rows, pinned=device.type == "cuda"))
-
-    def _stream(self, split: str, rows: Iterable[Positions], pinned: bool = False) -> TokenStream:
-        return TokenStream(self.windows[split], rows, pinned)
-
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
+
+
+class Joined(Iterable[Stored]):
+    """The batches of several loaders, one after another."""
+
+    def __init__(self, loaders: list[EvalLoader]) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Stored]:
+        return chain.from_iterable(self.loaders)

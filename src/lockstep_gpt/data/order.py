@@ -1,13 +1,14 @@
-"""Which window of tokens each rank sees at each step: a pure function, not a shuffled list.
+"""Which sample each rank sees at each step: a pure function, not a shuffled list.
 
 Each training sample has a *global* position in the run: 0, 1, 2, ... across all ranks, without
-end. Position p is in epoch p // size, and a keyed permutation of that epoch maps it to a window.
+end. Position p is in epoch p // size, and a keyed permutation of that epoch maps it to a sample.
 So one integer is enough to resume a run at the exact sample, at any world size.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,86 +16,102 @@ import numpy.typing as npt
 from lockstep_gpt.data.permutation import permute
 
 Positions = npt.NDArray[np.int64]
-Rule = Callable[[Positions, int, int], Positions]  # positions, size, seed -> windows
+Order = Callable[[Positions], Positions]  # positions of a run, any shape -> samples
 
-CHUNK = 4096  # windows that `Order` draws at once: one by one costs 100 times as much
-
-
-def windows(positions: Positions, size: int, seed: int) -> Positions:
-    """Return the windows at global `positions` of any shape; one batch may span two epochs."""
-    epochs, offsets = np.divmod(positions, size)
-    result = np.empty_like(offsets)
-    for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
-        result[in_epoch] = permute(offsets[in_epoch], size, seed, int(epoch))
-    return result
+CHUNK = 4096  # samples that are drawn at once: one by one costs 100 times as much
 
 
 @dataclass(frozen=True)
-class Order:
-    """The training windows of one rank, in micro-batches without end; each iteration begins anew.
+class Shuffled:
+    """The samples of a dataset in an order of their own in each epoch.
+
+    >>> Shuffled(5, seed=1)(np.arange(10)).tolist()
+    [0, 4, 2, 3, 1, 3, 1, 0, 2, 4]
+
+    Args:
+        size: samples of the dataset.
+        seed: decides the order of each epoch.
+    """
+
+    size: int
+    seed: int
+
+    def __call__(self, positions: Positions) -> Positions:
+        """Return the samples at global `positions` of any shape, which may span epochs."""
+        epochs, offsets = np.divmod(positions, self.size)
+        result = np.empty_like(offsets)
+        for epoch in np.unique(epochs):
+            in_epoch = epochs == epoch
+            result[in_epoch] = permute(offsets[in_epoch], self.size, self.seed, int(epoch))
+        return result
+
+
+class Places(NamedTuple):
+    """The samples of a micro-batch, and their positions in the run, each (B,)."""
+
+    positions: Positions
+    samples: Positions
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """The training samples of one rank, in micro-batches without end; each iteration begins anew.
 
     An optimizer step of W ranks with A micro-steps each uses the next K = W A micro-batches. Rank
     r uses A of them, starting at r A. So micro-batch k of a step has the same samples for any W
     and A with the same K, and neighbors are on one rank, which can sum their gradients.
     """
 
-    seed: int
-    size: int  # windows in an epoch
+    order: Order
     micro_size: int  # B
     rank: int
     world_size: int
     accumulation: int = 1  # micro-steps per optimizer step, A
     start: int = 0  # samples that the run has already seen
-    rule: Rule = windows
 
-    def __iter__(self) -> Iterator[Positions]:
-        """Yield micro-batches without end, each (B,)."""
+    def __iter__(self) -> Iterator[Places]:
+        """Yield micro-batches without end."""
         batches = max(1, CHUNK // self.micro_size)  # drawn at once
         for first in itertools.count(0, batches):
             steps, leaves = np.divmod(first + np.arange(batches), self.accumulation)
             blocks = (steps * self.world_size + self.rank) * self.accumulation
             starts = self.start + (blocks + leaves) * self.micro_size
             positions = starts[:, None] + np.arange(self.micro_size)  # (batches, B)
-            yield from self.rule(positions, self.size, self.seed)
+            yield from map(Places, positions, self.order(positions))
 
 
-def validation_rows(
-    size: int, count: int, micro_size: int, rank: int, world_size: int
-) -> Positions:
-    """Return one rank's validation windows in micro-batches, shape (batches, micro_size).
-
-    Spreads `count` of `size` windows evenly, each exactly once across all ranks. Every rank gets
-    the same number of micro-batches, all of one shape; -1 fills the rest when windows run out.
-    """
-    batches = -(-count // (micro_size * world_size))
-    starts = (np.arange(batches) * world_size + rank) * micro_size
-    numbers = starts[:, None] + np.arange(micro_size)
+def spread(numbers: Positions, size: int, count: int) -> Positions:
+    """Return the samples at these of `count` places that are spread evenly over `size` samples."""
     # floor(i * size / count), in two parts because i * size could overflow
-    spread = numbers * (size // count) + numbers * (size % count) // count
-    return np.where(numbers < count, spread, -1)
+    times, rest = divmod(size, count)
+    return numbers * times + numbers * rest // count
 
 
-def rows_by_part(
-    counts: Mapping[str, int],
-    used: Mapping[str, int],
-    micro_size: int,
-    rank: int,
-    world_size: int,
-) -> dict[str, Positions]:
-    """Return one rank's `validation_rows` of each part of a corpus, (batches, micro_size).
+class Part(NamedTuple):
+    """The samples of a batch for evaluation: those from `first` to before `end`."""
+
+    first: int
+    end: int
+
+
+def eval_parts(
+    size: int, micro_size: int, rank: int, world_size: int, *, whole: bool
+) -> list[Part]:
+    """Return one rank's batches, which contain each sample once over all ranks.
 
     Args:
-        counts: windows of each part, in the order that numbers them over all parts.
-        used: how many windows of each part to spread evenly over it.
-        micro_size: windows in a micro-batch.
+        size: samples of the dataset.
+        micro_size: most samples of a batch.
         rank: the rank.
         world_size: the number of ranks.
+        whole: all batches but the last have `micro_size` samples: then they are the same for any
+            number of ranks, of which some may have one batch less. Otherwise, each rank has the
+            same number of batches, of about the same size, if there are enough samples.
     """
-    parts = {}
-    first = 0
-    for name, size in counts.items():
-        rows = validation_rows(size, used[name], micro_size, rank, world_size)
-        parts[name] = np.where(rows < 0, rows, rows + first)
-        first += size
-    return parts
+    count = -(-size // micro_size)
+    if whole:
+        bounds = np.minimum(np.arange(count + 1) * micro_size, size)
+    else:
+        count = min(size, -(-count // world_size) * world_size)
+        bounds = np.arange(count + 1) * size // count
+    return [Part(int(bounds[at]), int(bounds[at + 1])) for at in range(rank, count, world_size)]

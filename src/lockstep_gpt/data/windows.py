@@ -1,6 +1,6 @@
 """Windows of a split's tokens: each is a sample, numbered from 0, that batches are made of."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from lockstep_gpt.data.order import Positions
+from lockstep_gpt.data.order import Positions, spread
 from lockstep_gpt.data.shards import check_sizes, load_index, open_splits
 from lockstep_gpt.model.functional import IGNORE
 
@@ -24,24 +25,28 @@ class Stored(NamedTuple):
 
 
 class Windows(Protocol):
-    """The windows of one split of a prepared folder, mapped, not loaded."""
+    """The windows of one split of a prepared folder, mapped, not loaded: a map-style dataset."""
 
     counts: dict[str, int]  # windows of each part of the corpus, in the order that numbers them
     has_padding: bool  # whether a window of training may have targets that don't count
 
-    def gather(self, batches: Sequence[Positions], pinned: bool = False) -> Iterator[Stored]:
-        """Copy the windows with these numbers and yield each batch; -1 at its end is padding.
+    def __len__(self) -> int:
+        """Return the number of windows."""
 
-        Args:
-            batches: the windows of each batch, (B,).
-            pinned: whether to use memory from which a GPU copies while the host continues.
-        """
+    def __getitems__(self, rows: Sequence[int]) -> Sequence[Any] | Tensor:
+        """Copy the windows with these numbers, (N,)."""
+
+    def collate(self, windows: Any) -> Stored:
+        """Make a batch of what `__getitems__` returned, or of a slice of it."""
+
+    def pad(self, stored: Stored, real: int) -> Stored:
+        """Return a batch in which rows from `real` on have no targets that count."""
 
     def widen(self, stored: Stored) -> Batch:
         """Return tokens and targets on the batch's device; targets of padding are `IGNORE`."""
 
 
-class StreamWindows:
+class StreamWindows(Dataset[Any]):
     """Windows of T + 1 tokens that share one token with the next.
 
     Window i of a part is its tokens[i T : i T + T + 1]; a tail shorter than a window is dropped.
@@ -66,26 +71,29 @@ class StreamWindows:
         self.block_size = block_size
         self.view = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)
 
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return sum(self.counts.values())
+
     def __getitem__(self, rows: Positions) -> npt.NDArray[Any]:
-        """Copy windows `rows`, (N,), into a new array, (N, T + 1); -1 is any window."""
-        rows = np.maximum(rows, 0)
+        """Copy windows `rows`, (N,), into a new array, (N, T + 1)."""
         starts = rows * self.block_size
         if len(self.counts) > 1:
             starts += self.starts[np.searchsorted(self.first, rows, "right") - 1]
         picked: npt.NDArray[Any] = self.view[starts]
         return picked
 
-    def gather(self, batches: Sequence[Positions], pinned: bool = False) -> Iterator[Stored]:
-        """Copy the windows with these numbers at once and yield each batch, (B, T + 1).
+    def __getitems__(self, rows: Sequence[int]) -> Tensor:
+        """Copy the windows with these numbers, (N, T + 1), in their stored type."""
+        return torch.from_numpy(self[np.asarray(rows, np.int64)])
 
-        torch keeps pinned memory until the copy to the GPU is done, then reuses it.
-        """
-        picked = torch.from_numpy(self[np.concatenate(batches)])
-        if pinned:
-            picked = picked.pin_memory()
-        sizes = [len(rows) for rows in batches]
-        for ids, rows in zip(torch.split(picked, sizes), batches, strict=True):
-            yield Stored(ids, len(rows) - int(np.count_nonzero(rows < 0)))
+    def collate(self, windows: Tensor) -> Stored:
+        """Make a batch of windows, (B, T + 1)."""
+        return Stored(windows, len(windows))
+
+    def pad(self, stored: Stored, real: int) -> Stored:
+        """Return a batch in which rows from `real` on have no targets that count."""
+        return stored._replace(real=real)
 
     def widen(self, stored: Stored) -> Batch:
         """Return tokens and targets on the batch's device; targets of padding are `IGNORE`."""
@@ -101,6 +109,51 @@ class StreamWindows:
             tokens[stored.real :] = 0
             targets[stored.real :] = IGNORE
         return tokens, targets
+
+
+class SpreadWindows(Dataset[Any]):
+    """Some windows of one part of a corpus, spread evenly over it.
+
+    Args:
+        windows: of all parts.
+        first: number of the part's first window.
+        size: windows of the part.
+        count: how many of them to have.
+    """
+
+    def __init__(self, windows: Windows, first: int, size: int, count: int) -> None:
+        self.windows = windows
+        self.first = first
+        self.size = size
+        self.count = count
+
+    def __len__(self) -> int:
+        """Return how many windows there are."""
+        return self.count
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        """Copy the windows with these numbers."""
+        places = spread(np.asarray(rows, np.int64), self.size, self.count)
+        return self.windows.__getitems__((self.first + places).tolist())
+
+
+def read_windows(windows: Windows, rows: Sequence[int]) -> Batch:
+    """Return the tokens and targets of the windows with these numbers, each (N, T)."""
+    return windows.widen(windows.collate(windows.__getitems__(rows)))
+
+
+def move_to_device(stored: Stored, device: torch.device) -> Stored:
+    """Return a batch on a device; a copy from page-locked memory to a GPU is not awaited."""
+    ids = stored.ids
+    real = stored.real
+    if ids.device == device:
+        return stored
+    if device.type == "mps":
+        ids = ids.int()  # MPS lacks uint16
+    continues = device.type == "cuda"  # the host, during the copy
+    if isinstance(real, Tensor):
+        real = real.to(device, non_blocking=continues)
+    return Stored(ids.to(device, non_blocking=continues), real)
 
 
 def first_windows(counts: Mapping[str, int]) -> Positions:

@@ -107,7 +107,11 @@ def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") ->
     Raises:
         UserError: the data can't be prepared, or it has no such split.
     """
+    from lockstep_gpt.data.data_place import DataPlace
     from lockstep_gpt.data.datamodule import TokenDataModule
+    from lockstep_gpt.data.loaders import eval_places
+    from lockstep_gpt.data.reading import BatchReader
+    from lockstep_gpt.data.windows import move_to_device
 
     folder = prepare(config.data)
     index = shards.load_index(folder)
@@ -115,13 +119,16 @@ def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") ->
         folder,
         block_size=config.model.block_size,
         micro_size=batch_size,
-        accumulation=1,
         seed=config.seed,
         packing=packing_of(config.packing._target_),
     )
     device = next(model.parameters()).device
-    rows = data.rows_of(split, *rank_and_world_size())
-    result = _measure(model, data.batches(split, rows, device), len(rows))
+    windows = data.windows_of(split)
+    place = DataPlace(*rank_and_world_size())
+    places = eval_places(len(windows), batch_size, place, is_padded=True, is_exact=False)
+    reader = BatchReader(windows, 0, windows.collate, windows.pad)
+    batches = (windows.widen(move_to_device(reader.__getitems__(at), device)) for at in places)
+    result = _measure(model, batches, len(places))
     text_bytes = index.splits[split].text_bytes
     # The number of bytes is known only for all tokens together.
     if text_bytes and result["tokens"] in _counts_of_all_targets(data, index, split):

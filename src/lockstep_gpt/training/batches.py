@@ -29,11 +29,10 @@ def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
         folder,
         block_size=config.model.block_size,
         micro_size=batch.micro_size,
-        accumulation=batch.accumulation,
         seed=config.seed,
         val_tokens=config.data.val_tokens,
         packing=packing_of(config.packing._target_),
-        order_rule=source.order_rule,
+        make_order=source.order,
     )
 
 

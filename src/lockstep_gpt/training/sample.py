@@ -4,12 +4,12 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import Callback, Trainer
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer, printable
+from lockstep_gpt.data.windows import read_windows
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.sampling import check_sampling
@@ -75,8 +75,7 @@ def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
     """Return up to three words of a run's validation text; empty if it has no readable ones."""
     if not isinstance(data, TokenDataModule):
         return ""
-    rows = np.concatenate([*data.rows_by_part("val", data.validated, 0, 1).values()])
-    tokens, _ = next(data.batches("val", rows[:1], torch.device("cpu")))
+    tokens, _ = read_windows(data.windows["val"], [0])
     text = tokenizer.decode(tokens[0].tolist())
     # A line starts like a sentence. A window may have no whole line, and its first word may be cut.
     pieces = [*text.split("\n")[1:], text.partition(" ")[2]]

@@ -102,15 +102,18 @@ class Source(DataConfig, ABC):
             UserError: something can't be read.
         """
 
-    def order_rule(self, sizes: Mapping[str, int], samples: int, block_size: int) -> order.Rule:
+    def order(
+        self, sizes: Mapping[str, int], samples: int, block_size: int, seed: int
+    ) -> order.Order:
         """Return which window each position of a run takes.
 
         Args:
             sizes: training windows of each part of the corpus, in the order that numbers them.
             samples: training windows of the whole run.
             block_size: tokens of a window.
+            seed: of the run.
         """
-        return order.windows
+        return order.Shuffled(sum(sizes.values()), seed)
 
 
 @dataclass

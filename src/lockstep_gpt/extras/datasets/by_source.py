@@ -11,12 +11,12 @@ from lightning import Callback
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.data_place import data_place
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention_line import AttentionLine
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.past import (
     RULE,
@@ -79,12 +79,9 @@ class Sources(StepCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace the module's validation loss."""
         data: TokenDataModule = trainer.datamodule
-        sizes = data.windows["train"].counts
-        planned = data.samples_seen(trainer.max_steps)
-        order = self.config.data.mixed_order(sizes, planned, data.block_size)
+        order = self._order(trainer)
         shares = dict(zip(order.sizes, map(float, order.phases[-1].shares), strict=True))
-        rows = data.rows_by_part("val", data.validated, *data_place(trainer))
-        by_source = LossBySource(shares, [*map(len, rows.values())])
+        by_source = LossBySource(shares, [*map(len, data.eval_loaders("val", data.validated))])
         replace_mean(pl_module, by_source)
 
     def receipt_lines(self) -> dict[str, str]:
@@ -148,6 +145,14 @@ class Sources(StepCallback):
         wanted: float = self.config.data.epochs.get(name, 0)
         return wanted >= 1 and epochs < 1
 
+    def _order(self, trainer: Any) -> MixedOrder:
+        """Return the order of the run."""
+        data: TokenDataModule = trainer.datamodule
+        sizes = data.windows["train"].counts
+        planned = data.samples_seen(trainer.max_steps)
+        order: MixedOrder = self.config.data.order(sizes, planned, data.block_size, data.seed)
+        return order
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Record the rule by which the sources take turns."""
         checkpoint[TURNS] = RULE
@@ -162,10 +167,8 @@ class Sources(StepCallback):
         """Log each source's tokens so far."""
         if step % self.every == 0 or step == trainer.max_steps:
             data: TokenDataModule = trainer.datamodule
-            sizes = data.windows["train"].counts
-            planned = data.samples_seen(trainer.max_steps)
-            order = self.config.data.mixed_order(sizes, planned, data.block_size)
-            counts = order.counts(data.samples_seen(step)).items()
+            counts = self._order(trainer).counts(data.samples_seen(step)).items()
+            tokens: dict[str, float]
             tokens = {f"data/tokens/{name}": count * data.block_size for name, count in counts}
             log_row(trainer.loggers, tokens, trainer.global_step)
 

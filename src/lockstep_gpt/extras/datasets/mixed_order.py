@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.data.order import Positions, windows
+from lockstep_gpt.data.order import Positions, Shuffled
 from lockstep_gpt.data.permutation import FEW, Words, feistel, round_keys
 from lockstep_gpt.extras.datasets.turns import Phase, Turns
 
@@ -21,30 +21,30 @@ class MixedOrder:
     each of its epochs; its name, not the other sources, decides it.
     """
 
-    def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase]) -> None:
-        """Take each source's training windows, and the shares of the sources over the run."""
+    def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int) -> None:
+        """Take each source's training windows, the shares of sources over the run, and a seed."""
         self.sizes = dict(sizes)
+        self.seeds = [seed_of(seed, name) for name in sizes]
         self.phases = phases
         self.turns = Turns(self.phases)
         self._sizes = np.array([*sizes.values()])
         self._bits = np.array([(size - 1).bit_length() for size in sizes.values()])
         self._first = np.cumsum(self._sizes) - self._sizes
 
-    def windows(self, positions: Positions, _size: int, seed: int) -> Positions:
+    def __call__(self, positions: Positions) -> Positions:
         """Return the window at each of `positions`, any shape, numbered over all sources."""
         sources, numbers = self.turns.at(positions.ravel())
-        seeds = [seed_of(seed, name) for name in self.sizes]
         sizes = self._sizes[sources]
         result = np.empty_like(numbers)
         for place in np.flatnonzero(self._sizes < FEW):
             of_source = sources == place
             size = int(self._sizes[place])
-            result[of_source] = windows(numbers[of_source], size, seeds[place])
+            result[of_source] = Shuffled(size, self.seeds[place])(numbers[of_source])
         large = np.flatnonzero(sizes >= FEW)
         epochs = numbers[large] // sizes[large]
         for epoch in np.unique(epochs).tolist():
             rows = large[epochs == epoch]
-            keys = np.stack([round_keys(source_seed, epoch) for source_seed in seeds], axis=1)
+            keys = np.stack([round_keys(source_seed, epoch) for source_seed in self.seeds], axis=1)
             offsets = numbers[rows] - epoch * sizes[rows]
             result[rows] = self._permute(offsets, sources[rows], keys)
         total: Positions = result + self._first[sources]

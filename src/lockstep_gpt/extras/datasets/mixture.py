@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.data import order
 from lockstep_gpt.data.data_settings import (
     DataConfig,
     DataModuleConfig,
@@ -155,25 +154,24 @@ class Mixture(Source):
         """Link the token files of all sources into a folder, and write their index."""
         self.prepared.link(recipe, folder)
 
-    def order_rule(self, sizes: Mapping[str, int], samples: int, block_size: int) -> order.Rule:
-        """Return which window each position of a run takes."""
-        return self.mixed_order(sizes, samples, block_size).windows
-
-    def mixed_order(self, sizes: Mapping[str, int], samples: int, block_size: int) -> MixedOrder:
-        """Return the order of a run of so many `samples`.
+    def order(
+        self, sizes: Mapping[str, int], samples: int, block_size: int, seed: int
+    ) -> MixedOrder:
+        """Return which window each position of a run takes.
 
         Args:
             sizes: training windows of each source.
             samples: training windows of the whole run.
             block_size: tokens of a window.
+            seed: of the run.
         """
         planned = samples
         if self.planned_tokens is not None:
             planned = max(1, self.planned_tokens // block_size)
-        key = (tuple(sizes.items()), planned)
+        key = (tuple(sizes.items()), planned, seed)
         if key not in self._orders:
             shares = phases(self.weights, self.epochs, self.schedule, sizes, planned)
-            self._orders[key] = MixedOrder(sizes, shares)
+            self._orders[key] = MixedOrder(sizes, shares, seed)
         return self._orders[key]
 
     @cached_property

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset
 
-from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.windows import Batch, Stored
 from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.model.functional import IGNORE
 
 
-class PackedWindows:
+class Window(NamedTuple):
+    """A window as it is stored."""
+
+    ids: npt.NDArray[Any]  # tokens and targets, (2, T)
+    real: int  # how many of them there are
+
+
+class PackedWindows(Dataset[Any]):
     """The windows of one split, memory-mapped, in the same order of numbers as without packing.
 
     Targets of padding are `IGNORE`, and no token sees it, because it comes last.
@@ -45,16 +52,26 @@ class PackedWindows:
         end = whole_documents.end_of_text(folder, whole_documents.SETTING)
         self.filler = 0 if end else 1  # padding is no document for each token
 
-    def gather(self, batches: Sequence[Positions], pinned: bool = False) -> Iterator[Stored]:
-        """Copy the windows with these numbers and yield each batch, (B, 2, T); -1 is padding."""
-        for rows in batches:
-            stored = np.full((len(rows), 2, self.block_size), self.filler, self.dtype)
-            real = np.zeros(len(rows), np.int64)
-            for row, window in enumerate(rows.tolist()):
-                if window >= 0:
-                    real[row] = self._fill(stored[row], window)
-            ids = torch.from_numpy(stored)
-            yield Stored(ids.pin_memory() if pinned else ids, torch.from_numpy(real))
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return self.begins[-1]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Window]:
+        """Copy the windows with these numbers."""
+        stored = np.full((len(rows), 2, self.block_size), self.filler, self.dtype)
+        return [Window(ids, self._fill(ids, row)) for ids, row in zip(stored, rows, strict=True)]
+
+    def collate(self, windows: Sequence[Window]) -> Stored:
+        """Make a batch of windows, (B, 2, T)."""
+        ids = np.stack([window.ids for window in windows])
+        real = np.array([window.real for window in windows], np.int64)
+        return Stored(torch.from_numpy(ids), torch.from_numpy(real))
+
+    def pad(self, stored: Stored, real: int) -> Stored:
+        """Return a batch in which rows from `real` on have no targets that count."""
+        stored.ids[real:] = self.filler
+        stored.real[real:] = 0
+        return stored
 
     def _fill(self, row: npt.NDArray[Any], window: int) -> int:
         """Write a window's tokens and targets, (2, T); return how many there are."""

@@ -33,7 +33,7 @@ def order_of(config: Config, folder: Path) -> MixedOrder:
     block_size = config.model.block_size
     packing = packing_of(config.packing._target_)
     sizes = packing.open(folder, "train", block_size).counts
-    order: MixedOrder = data.mixed_order(sizes, samples_of(config), block_size)
+    order: MixedOrder = data.order(sizes, samples_of(config), block_size, config.seed)
     return order
 
 

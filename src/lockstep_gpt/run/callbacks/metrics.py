@@ -14,7 +14,7 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lockstep_gpt.data.feeding import Feed
+from lockstep_gpt.data.loaders import TrainLoader
 from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
@@ -130,10 +130,10 @@ class Metrics(StepCallback):
         row["throughput/step_seconds_p50"] = p50
         row["throughput/step_seconds_p95"] = p95
         row["system/peak_memory_gb"] = peak_memory() / 1e9
-        feed = trainer.train_dataloader
-        if isinstance(feed, Feed):
-            row["data/wait_share"] = (feed.waited - self._waited) / seconds
-            self._waited = feed.waited
+        loader = trainer.train_dataloader
+        if isinstance(loader, TrainLoader):
+            row["data/wait_share"] = (loader.waited - self._waited) / seconds
+            self._waited = loader.waited
         return row
 
     def _take_means(self, means: Mapping[str, Mean]) -> dict[str, float]:
