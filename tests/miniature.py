@@ -161,7 +161,6 @@ def new_run(folder):
             folder,
             block_size=config.model.block_size,
             micro_size=spread.micro_size,
-            accumulation=spread.accumulation,
             seed=config.seed,
         )
         module = build_module(config, schedule, from_dict(tokenizer))

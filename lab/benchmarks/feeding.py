@@ -24,12 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lockstep_gpt.data.feeding import Feed, TokenStream
-from lockstep_gpt.data.order import Order
+from lockstep_gpt.data.loaders import Batches, Workers
+from lockstep_gpt.data.order import RankOrder, Shuffled
 from lockstep_gpt.data.permutation import permute
 from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.reading import BatchReader
 from lockstep_gpt.data.sources.synthetic import RandomTokens
 from lockstep_gpt.data.windows import StreamWindows
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from lockstep_gpt.data import prepare as preparing
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.order import RankOrder
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.recipe import folder_of, recipe_of
 from lockstep_gpt.data.shards import FORMAT, Index, Shard, Split, write_index
@@ -122,28 +123,31 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     before = time.perf_counter()
     memory = _memory()
     begun = time.process_time()
-    shape = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": 1}
+    shape = {"block_size": T, "micro_size": B, "seed": 1}
     if kind == "single":
         module: Any = TokenDataModule(opened(single), **shape)
     else:
-        module = TokenDataModule(opened(mixture), **shape, order_rule=mixture.order_rule)
+        module = TokenDataModule(opened(mixture), **shape, make_order=mixture.order)
     device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
-    places = {"global_rank": 0, "world_size": 1, "global_step": 0, "max_steps": 10**6}
+    places: dict[str, Any] = {"global_step": 0, "max_steps": 10**6, "accumulate_grad_batches": 1}
+    places["distributed_sampler_kwargs"] = None
     module.trainer = SimpleNamespace(strategy=device, **places)
-    stream = module.train_dataloader().batches
-    rows = next(iter(stream.rows))
+    loader = module.train_dataloader()
+    windows = module.windows["train"]
+    places_of_rank = RankOrder(loader.order, B, 0, 1)
+    rows = next(iter(places_of_rank)).samples
     startup = time.perf_counter() - before
     cpu = time.process_time() - begun
     assert len(rows) == B
     passes = []
     for _ in range(6):  # the first maps the pages of these batches
         started = time.process_time()
-        for _ in islice(map(stream.windows.widen, stream), BATCHES):
+        for _ in islice(map(windows.widen, loader), BATCHES):
             pass
         passes.append((time.process_time() - started) / BATCHES)
     batch_seconds = statistics.median(passes[1:])
     again = time.process_time()
-    for _ in islice(stream.rows, 10 * BATCHES):
+    for _ in islice(places_of_rank, 10 * BATCHES):
         pass
     chosen = (time.process_time() - again) / 10 / BATCHES
     return {

@@ -8,9 +8,9 @@ import torch
 
 from lockstep_gpt.data import datamodule as tested
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.order import Order
+from lockstep_gpt.data.order import RankOrder, Shuffled
 from lockstep_gpt.data.shards import open_split
-from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.data.windows import StreamWindows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
 
@@ -44,18 +44,23 @@ class Recorder(lightning.LightningModule):
 
 
 def datamodule(folder, **changes):
-    sizes = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": SEED}
+    sizes = {"block_size": T, "micro_size": B, "seed": SEED}
     return TokenDataModule(folder, **{**sizes, **changes})
 
 
-def fit(data, max_steps, ckpt_path=None, **options):
+def order(**places):
+    """Return the order of the only rank."""
+    return RankOrder(Shuffled(99, SEED), B, rank=0, world_size=1, **places)
+
+
+def fit(data, max_steps, ckpt_path=None, accumulation=1, **options):
     module = Recorder()
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=max_steps,
         max_epochs=-1,
-        accumulate_grad_batches=data.accumulation,
-        val_check_interval=2 * data.accumulation,
+        accumulate_grad_batches=accumulation,
+        val_check_interval=2 * accumulation,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         logger=False,
@@ -90,7 +95,7 @@ def test_windows_are_whole_and_share_one_token(folder):
 
 def test_targets_are_tokens_one_further(folder):
     windows = StreamWindows(folder, "train", T)
-    (stored,) = windows.gather([np.array([7, 0])])
+    stored = windows.collate(windows.__getitems__([7, 0]))
     assert (stored.ids.dtype, stored.real) == (torch.uint16, 2)
     tokens, targets = windows.widen(stored)
     assert tokens.shape == targets.shape == (2, T)
@@ -103,7 +108,8 @@ def test_targets_are_tokens_one_further(folder):
 
 def test_padding_counts_nowhere(folder):
     windows = StreamWindows(folder, "val", T)
-    tokens, targets = windows.widen(*windows.gather([np.array([2, -1])]))
+    stored = windows.pad(windows.collate(windows.__getitems__([2, 0])), 1)
+    tokens, targets = windows.widen(stored)
     assert not tokens[1].any()
     assert (targets[1] == IGNORE).all()
     assert (targets[0] >= 0).all()
@@ -111,24 +117,23 @@ def test_padding_counts_nowhere(folder):
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training_follows_the_order(folder, accumulation):
-    module, _ = fit(datamodule(folder, accumulation=accumulation), max_steps=5)
-    order = Order(SEED, 99, B, rank=0, world_size=1)
+    module, _ = fit(datamodule(folder), max_steps=5, accumulation=accumulation)
     windows = StreamWindows(folder, "train", T)
-    steps = list(islice(order, 5 * accumulation))
-    expected = [windows.widen(stored) for stored in windows.gather(steps)]
+    steps = islice(order(), 5 * accumulation)
+    expected = [read_windows(windows, places.samples) for places in steps]
     assert isinstance(module.trained[0], tuple)
     assert torch.equal(stacked(module.trained), stacked(expected))
 
 
 def test_any_micro_batch_of_training_can_be_read_again(folder):
-    data = datamodule(folder, accumulation=3)
-    module, _ = fit(data, max_steps=5)
+    data = datamodule(folder)
+    module, _ = fit(data, max_steps=5, accumulation=3)
     again = [data.micro_batch(place // 3, place % 3, module.device) for place in range(15)]
     assert torch.equal(stacked(again), stacked(module.trained))
     data.resume_at(2, 13)  # after steps of another size
-    windows = StreamWindows(folder, "train", T)
-    order = Order(SEED, 99, B, rank=0, world_size=1, accumulation=3, start=13)
-    third = windows.widen(*windows.gather([*islice(order, 6)][3:4]))
+    data.train_dataloader()
+    places = [*islice(order(accumulation=3, start=13), 6)][3]
+    third = read_windows(StreamWindows(folder, "train", T), places.samples)
     assert torch.equal(stacked([data.micro_batch(3, 0, module.device)]), stacked([third]))
 
 
@@ -136,11 +141,11 @@ def test_any_micro_batch_of_training_can_be_read_again(folder):
 def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     folder, tmp_path, steps, accumulation
 ):
-    data = {"accumulation": accumulation}
-    uninterrupted, _ = fit(datamodule(folder, **data), max_steps=steps + 4)
-    _, trainer = fit(datamodule(folder, **data), max_steps=steps)
+    settings = {"accumulation": accumulation}
+    uninterrupted, _ = fit(datamodule(folder), steps + 4, **settings)
+    _, trainer = fit(datamodule(folder), steps, **settings)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    rest, _ = fit(datamodule(folder, **data), steps + 4, ckpt_path=tmp_path / "run.ckpt")
+    rest, _ = fit(datamodule(folder), steps + 4, tmp_path / "run.ckpt", **settings)
     expected = stacked(uninterrupted.trained)[steps * accumulation :]
     assert torch.equal(stacked(rest.trained), expected)
 
@@ -181,29 +186,11 @@ def test_a_test_sees_every_test_window_once(folder, val_tokens):
     assert targets[real].tolist() == expected[:, 1:].tolist()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_ranks_share_all_windows_of_a_split(folder, world_size):
-    data = datamodule(folder)
-    rows = [data.rows_of("test", rank, world_size) for rank in range(world_size)]
-    assert len({rank_rows.shape for rank_rows in rows}) == 1
-    seen = np.concatenate(rows).ravel()
-    assert np.sort(seen[seen >= 0]).tolist() == [*range(29)]
-
-
 def test_a_split_that_was_not_prepared_is_rejected_with_a_remedy(folder):
     data = datamodule(folder)
     del data.windows["test"]
     with pytest.raises(UserError, match=r"has no test split; .*data\.test_fraction or"):
-        data.rows_of("test")
-
-
-def test_batches_without_a_trainer_are_those_of_the_split(folder):
-    data = datamodule(folder)
-    rows = data.rows_of("val")
-    batches = [*data.batches("val", rows, torch.device("cpu"))]
-    assert [tokens.shape for tokens, _ in batches] == [(B, T)] * 8
-    module, _ = fit(datamodule(folder), max_steps=2)
-    assert torch.equal(stacked(batches), stacked(module.validated))
+        data.test_dataloader()
 
 
 class Reversed:
@@ -217,11 +204,9 @@ class Reversed:
 
     def open(self, folder, split, block_size):
         windows = StreamWindows(folder, split, block_size)
-        gather = windows.gather
+        read = windows.__getitems__
         last = windows.counts[""] - 1
-        windows.gather = lambda batches, pinned=False: gather(
-            [last - rows for rows in batches], pinned
-        )
+        windows.__getitems__ = lambda rows: read([last - row for row in rows])
         return windows
 
 
@@ -229,21 +214,20 @@ def test_packing_makes_the_windows_of_all_splits(folder):
     packing = Reversed()
     module, _ = fit(datamodule(folder, packing=packing), max_steps=2)
     assert packing.prepared == [(folder, T)]
-    rows = list(islice(Order(SEED, 99, B, 0, 1), 2))
     windows = StreamWindows(folder, "train", T)
-    for (tokens, _), numbers in zip(module.trained, rows, strict=True):
-        assert tokens.tolist() == windows[98 - numbers][:, :-1].tolist()
+    for (tokens, _), places in zip(module.trained, islice(order(), 2), strict=True):
+        assert tokens.tolist() == windows[98 - places.samples][:, :-1].tolist()
 
 
-def test_an_order_rule_decides_the_training_windows(folder):
+def test_another_order_decides_the_training_windows(folder):
     calls = []
 
-    def in_sequence(counts, samples, block_size):
-        calls.append((counts, samples, block_size))
-        return lambda positions, size, _seed: positions % size
+    def in_sequence(counts, samples, block_size, seed):
+        calls.append((counts, samples, block_size, seed))
+        return lambda positions: positions % 99
 
-    module, _ = fit(datamodule(folder, order_rule=in_sequence, accumulation=2), max_steps=3)
-    assert calls == [({"": 99}, 3 * 2 * B, T)]
+    module, _ = fit(datamodule(folder, make_order=in_sequence), max_steps=3, accumulation=2)
+    assert calls == [({"": 99}, 3 * 2 * B, T, SEED)]
     tokens_seen = torch.cat([tokens for tokens, _ in module.trained])
     expected = StreamWindows(folder, "train", T)[np.arange(3 * 2 * B)][:, :-1]
     assert tokens_seen.tolist() == expected.tolist()

@@ -5,12 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_gpt.data.order import (
-    CHUNK,
-    Order,
-    validation_rows,
-    windows,
-)
+from lockstep_gpt.data.order import CHUNK, RankOrder, Shuffled, eval_parts, spread
 
 FACTORS_OF_24 = [
     (micro, accumulation, 24 // micro // accumulation)
@@ -18,6 +13,15 @@ FACTORS_OF_24 = [
     for accumulation in (1, 2, 3, 4, 6, 8, 12, 24)
     if 24 % (micro * accumulation) == 0
 ]
+
+
+def windows(positions, size, seed):
+    return Shuffled(size, seed)(positions)
+
+
+def rank_order(seed, size, *places):
+    """Return a rank's order over a shuffled dataset."""
+    return RankOrder(Shuffled(size, seed), *places)
 
 
 def test_each_epoch_shows_every_window_once_and_in_another_order():
@@ -39,14 +43,14 @@ def micro_batch(order, number):
     step, leaf = divmod(number, order.accumulation)
     block = (step * order.world_size + order.rank) * order.accumulation + leaf
     first = order.start + block * order.micro_size
-    return windows(first + np.arange(order.micro_size), order.size, order.seed)
+    return order.order(first + np.arange(order.micro_size))
 
 
 def global_batch(step, micro, accumulation, world):
-    orders = [Order(7, 1000, micro, rank, world, accumulation) for rank in range(world)]
+    orders = [rank_order(7, 1000, micro, rank, world, accumulation) for rank in range(world)]
     skipped = step * accumulation
     streams = [islice(order, skipped, skipped + accumulation) for order in orders]
-    return [batch for stream in streams for batch in stream]
+    return [places.samples for stream in streams for places in stream]
 
 
 @pytest.mark.slow
@@ -65,46 +69,63 @@ def test_ranks_are_disjoint_and_complete_over_an_epoch():
 @settings(deadline=None, max_examples=30)
 @given(*map(st.integers, (1, 0, 0, 0, 1), (9, 5000, 3, 500, 6)))
 def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first, accumulation):
-    order = Order(11, 777, micro, rank, 4, accumulation, start)
+    order = rank_order(11, 777, micro, rank, 4, accumulation, start)
     stream = islice(order, first, first + 20)
-    for number, batch in enumerate(stream, start=first):
-        np.testing.assert_array_equal(batch, micro_batch(order, number))
+    for number, places in enumerate(stream, start=first):
+        np.testing.assert_array_equal(order.order(places.positions), places.samples)
+        np.testing.assert_array_equal(places.samples, micro_batch(order, number))
 
 
 def test_the_stream_continues_over_the_windows_that_it_draws_at_once():
-    order = Order(0, 50_000, 512, 0, 1)
+    order = rank_order(0, 50_000, 512, 0, 1)
     count = CHUNK // 512
-    for number, batch in enumerate(islice(order, 3 * count)):
-        np.testing.assert_array_equal(batch, micro_batch(order, number))
+    for number, places in enumerate(islice(order, 3 * count)):
+        np.testing.assert_array_equal(places.samples, micro_batch(order, number))
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
 def test_after_a_change_of_the_batch_no_sample_is_skipped_or_repeated(micro, accumulation, world):
     seen = 7 * 10  # by steps of another batch size, which 24 doesn't divide
-    orders = [Order(7, 1000, micro, rank, world, accumulation, seen) for rank in range(world)]
+    orders = [rank_order(7, 1000, micro, rank, world, accumulation, seen) for rank in range(world)]
     streams = [iter(order) for order in orders]
-    following = [next(stream) for stream in streams for _ in range(accumulation)]
+    following = [next(stream).samples for stream in streams for _ in range(accumulation)]
     expected = windows(np.arange(seen, seen + 24), 1000, 7)
     np.testing.assert_array_equal(np.concatenate(following), expected)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 400), st.data(), st.integers(1, 9), st.integers(1, 6))
-def test_validation_counts_every_window_once_at_any_world_size(size, data, micro, world):
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 6), st.booleans())
+def test_evaluation_counts_every_sample_once_at_any_world_size(size, micro, world, whole):
+    ranks = [eval_parts(size, micro, rank, world, whole=whole) for rank in range(world)]
+    parts = [part for of_rank in ranks for part in of_rank]
+    seen = [sample for part in parts for sample in range(*part)]
+    assert sorted(seen) == [*range(size)]
+    assert all(1 <= part.end - part.first <= micro for part in parts)
+    counts = [len(of_rank) for of_rank in ranks]
+    assert max(counts) - min(counts) <= 1
+    if not whole and micro > 1 and size >= world:
+        assert len({*counts}) == 1
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 6))
+def test_whole_batches_are_the_same_at_any_world_size(size, micro, world):
+    alone = eval_parts(size, micro, 0, 1, whole=True)
+    ranks = [eval_parts(size, micro, rank, world, whole=True) for rank in range(world)]
+    assert sorted(part for of_rank in ranks for part in of_rank) == alone
+
+
+def test_evaluation_goes_through_the_samples_in_sequence():
+    assert eval_parts(10, 2, 0, 2, whole=True) == [(0, 2), (4, 6), (8, 10)]
+    assert eval_parts(10, 2, 1, 2, whole=True) == [(2, 4), (6, 8)]
+    assert eval_parts(10, 4, 1, 2, whole=False) == [(2, 5), (7, 10)]
+
+
+@given(st.integers(1, 400), st.data())
+def test_samples_are_spread_evenly(size, data):
     count = data.draw(st.integers(1, size))
-    ranks = [validation_rows(size, count, micro, rank, world) for rank in range(world)]
-    assert len({rows.shape for rows in ranks}) == 1
-    assert ranks[0].shape[1] == micro
-    seen = np.concatenate([rows.ravel() for rows in ranks])
     expected = [number * size // count for number in range(count)]
-    assert np.sort(seen[seen >= 0]).tolist() == expected
+    assert spread(np.arange(count), size, count).tolist() == expected
 
 
-def test_validation_goes_through_the_split_in_sequence():
-    assert validation_rows(10, 10, 2, 0, 2).tolist() == [[0, 1], [4, 5], [8, 9]]
-    assert validation_rows(10, 10, 2, 1, 2).tolist() == [[2, 3], [6, 7], [-1, -1]]
-
-
-def test_validation_spreads_without_overflow():
-    rows = validation_rows(2**61, 3, 1, 0, 1)
-    assert rows.ravel().tolist() == [0, 2**61 // 3, 2 * 2**61 // 3]
+def test_samples_spread_without_overflow():
+    assert spread(np.arange(3), 2**61, 3).tolist() == [0, 2**61 // 3, 2 * 2**61 // 3]

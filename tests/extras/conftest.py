@@ -69,15 +69,16 @@ def module_of() -> Callable[..., TokenDataModule]:
         packing: Packing | None = None,
         **changes: Any,
     ) -> TokenDataModule:
-        shape = {"block_size": 16, "micro_size": 4, "accumulation": 1, "seed": 5, **changes}
+        shape = {"block_size": 16, "micro_size": 4, "seed": 5, **changes}
         module = TokenDataModule(
             prepare(source),
             **shape,
             packing=packing,
-            order_rule=source.order_rule,
+            make_order=source.order,
         )
         device = SimpleNamespace(root_device=torch.device("cpu"))
-        places = {"global_step": 0, "max_steps": 100}
+        places: dict[str, Any] = {"global_step": 0, "max_steps": 100}
+        places["accumulate_grad_batches"] = 1
         places["distributed_sampler_kwargs"] = {"rank": rank, "num_replicas": world}
         stages = dict.fromkeys(("validating", "sanity_checking", "testing"), False)
         module.trainer = SimpleNamespace(strategy=device, **places, **stages)

@@ -68,7 +68,7 @@ def validation_text(folder, text):
     """Prepare a text, and return the data module that reads it."""
     (folder / "text.txt").write_text(text, "utf-8")
     prepared = prepare(Text(path=str(folder / "text.txt"), root=str(folder / "data")))
-    return TokenDataModule(prepared, block_size=64, micro_size=2, accumulation=2, seed=0)
+    return TokenDataModule(prepared, block_size=64, micro_size=2, seed=0)
 
 
 def test_without_a_prompt_the_sample_continues_the_validation_text(new_run, caplog, tmp_path):

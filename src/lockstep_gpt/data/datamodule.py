@@ -38,6 +38,7 @@ class TokenDataModule(lightning.LightningDataModule):
         >>> from lockstep_gpt.data.sources.text import Text
         >>> folder = prepare(Text(path="corpus.txt"))  # into the folder `data`
         >>> data = TokenDataModule(folder, block_size=64, micro_size=8, seed=0)
+        >>> from lockstep_gpt.data.windows import read_windows
         >>> tokens, targets = read_windows(data.windows["val"], range(8))
         >>> tokens.shape
         torch.Size([8, 64])

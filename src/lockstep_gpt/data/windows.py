@@ -75,8 +75,9 @@ class StreamWindows(Dataset[Any]):
         """Return the number of windows."""
         return sum(self.counts.values())
 
-    def __getitem__(self, rows: Positions) -> npt.NDArray[Any]:
-        """Copy windows `rows`, (N,), into a new array, (N, T + 1)."""
+    def __getitem__(self, numbers: npt.ArrayLike) -> npt.NDArray[Any]:
+        """Copy the windows with these numbers, (N,), into a new array, (N, T + 1)."""
+        rows = np.asarray(numbers, np.int64)
         starts = rows * self.block_size
         if len(self.counts) > 1:
             starts += self.starts[np.searchsorted(self.first, rows, "right") - 1]
@@ -85,7 +86,7 @@ class StreamWindows(Dataset[Any]):
 
     def __getitems__(self, rows: Sequence[int]) -> Tensor:
         """Copy the windows with these numbers, (N, T + 1), in their stored type."""
-        return torch.from_numpy(self[np.asarray(rows, np.int64)])
+        return torch.from_numpy(self[rows])
 
     def collate(self, windows: Tensor) -> Stored:
         """Make a batch of windows, (B, T + 1)."""

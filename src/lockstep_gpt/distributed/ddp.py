@@ -6,12 +6,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch import strategies
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sums import AddsGradients
+from lockstep_gpt.distributed.mean_of_counts import MeanOfCounts
 from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.torch_patches import compiling_one_graph, without_hooks
 
@@ -19,7 +21,7 @@ from lockstep_gpt.torch_patches import compiling_one_graph, without_hooks
 CommHook = tuple[Any, Callable[..., Any]]
 
 
-class DDPStrategy(AddsGradients, strategies.DDPStrategy):
+class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
     """Lightning's, which adds the gradients of a step with the same bits after any restart.
 
     Args:
@@ -45,6 +47,20 @@ class DDPStrategy(AddsGradients, strategies.DDPStrategy):
         self._first_step: FirstStep | None = None
         self._kept: list[tuple[nn.Parameter, Tensor]] = []  # weights, and their place in a bucket
         self._step_begins = True
+
+    def on_validation_start(self) -> None:
+        """Give all ranks the buffers of rank 0, such as the statistics of BatchNorm."""
+        super().on_validation_start()
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+            for buffer in model.module.buffers():
+                dist.broadcast(buffer, 0, model.process_group)
+
+    def validation_step(self, *arguments: Any, **settings: Any) -> Any:
+        """Validate without DDP, which would exchange buffers: ranks may differ by a batch."""
+        module: Any = self.lightning_module
+        with self.precision_plugin.val_step_context():
+            return module.validation_step(*arguments, **settings)
 
     @property
     def is_lossy(self) -> bool:

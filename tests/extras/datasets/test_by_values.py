@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep_gpt.data.order import RankOrder
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.recipe import splits_of
 from lockstep_gpt.data.shards import check_content, load_index, open_split
 from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.windows import Stored, StreamWindows
+from lockstep_gpt.data.windows import Stored, StreamWindows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.settings import setting
 
-CPU = torch.device("cpu")
 T = 16
 
 
@@ -37,9 +37,17 @@ class Numbered:
     def describe(self, *_):
         return None
 
-    def gather(self, batches, _pinned):
-        for rows in batches:
-            yield Stored(torch.from_numpy(rows), int((rows >= 0).sum()))
+    def __len__(self):
+        return sum(self.counts.values())
+
+    def __getitems__(self, rows):
+        return torch.tensor(rows)
+
+    def collate(self, windows):
+        return Stored(windows, len(windows))
+
+    def pad(self, stored, real):
+        return stored._replace(real=real)
 
     def widen(self, stored):
         tokens = stored.ids[:, None].expand(-1, self.block_size).clone()
@@ -58,7 +66,7 @@ def test_the_order_of_a_mixture_takes_the_windows_of_any_packing(corpora, module
     data = corpora(weights={"code": 0.5, "poems": 0.2, "prose": 0.3})
     module = module_of(data, packing=Numbered())
     tokens, targets = batches_of(module, 25)
-    expected = data.order_rule(Numbered.counts, 400, T)(np.arange(100), 0, 5)
+    expected = data.order(Numbered.counts, 400, T, 5)(np.arange(100))
     assert tokens[:, 0].tolist() == expected.tolist()
     assert torch.equal(targets, tokens + 1)
     assert not module.may_ignore
@@ -76,15 +84,16 @@ def test_one_epoch_of_three_packed_sources_has_each_window_once(world, corpora, 
     steps = -(-total // world)
     for module in modules:
         module.trainer.max_steps = steps
-    rows = [iter(module.train_dataloader().batches.rows) for module in modules]
-    taken = [int(next(numbers)[0]) for _ in range(steps) for numbers in rows]
+    order = modules[0].train_dataloader().order
+    places = [iter(RankOrder(order, 1, rank, world)) for rank in range(world)]
+    taken = [int(next(of_rank).samples[0]) for _ in range(steps) for of_rank in places]
     assert sorted(taken[:total]) == [*range(total)]
-    tokens, _ = zip(*modules[0].batches("train", [np.array(taken[:total])], CPU), strict=True)
+    tokens, _ = read_windows(modules[0].windows["train"], taken[:total])
     stream = prepare(data)
     expected = np.concatenate(
         [np.asarray(open_split(stream, f"{name}/train"))[:-1] for name in data.names_of_sources()]
     )
-    values = torch.cat(tokens).flatten()
+    values = tokens.flatten()
     counts = np.bincount(values.numpy(), minlength=256)
     counts[1] = 0  # padding
     assert counts.tolist() == np.bincount(expected, minlength=256).tolist()
@@ -125,23 +134,20 @@ def test_a_mixture_has_the_test_splits_of_its_sources(with_tests):
 def test_ranks_test_each_window_of_each_source_once(packing, world, with_tests, module_of):
     data = with_tests()
     modules = [module_of(data, rank, world, packing=packing) for rank in range(world)]
-    rows = np.concatenate(
-        [module.rows_of("test", rank, world) for rank, module in enumerate(modules)]
-    )
-    total = sum(modules[0].windows["test"].counts.values())
-    assert sorted(rows[rows >= 0].tolist()) == [*range(total)]
-    for rank, module in enumerate(modules):
+    seen = []
+    for module in modules:
         module.trainer.testing = True
-        batches = [module.on_after_batch_transfer(stored, 0) for stored in module.test_dataloader()]
-        expected = module.batches("test", module.rows_of("test", rank, world), CPU)
-        for (tokens, targets), batch in zip(batches, expected, strict=True):
-            assert torch.equal(tokens, batch[0])
-            assert torch.equal(targets, batch[1])
+        for stored in module.test_dataloader():
+            tokens, targets = module.on_after_batch_transfer(stored, 0)
+            seen += torch.stack([tokens, targets], 1)[(targets != IGNORE).any(1)].tolist()
+    windows = modules[0].windows["test"]
+    expected = torch.stack(read_windows(windows, range(len(windows))), 1).tolist()
+    assert sorted(seen) == sorted(expected)
 
 
 def test_a_mixture_without_a_test_split_says_where_to_set_one(corpora, module_of):
     with pytest.raises(UserError, match=r"with data\.sources\.NAME\.test_fraction or data\.sou"):
-        module_of(corpora()).rows_of("test")
+        module_of(corpora()).test_dataloader()
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,6 @@ def test_windows_are_those_of_the_sources_one_after_another(split, corpora, sing
     assert np.array_equal(windows[rows], expected[rows])
 
 
-def test_padding_is_some_window(corpora):
-    windows = StreamWindows(prepare(corpora()), "val", T)
-    assert windows[np.array([3, -1])].shape == (2, T + 1)
-
-
 @pytest.mark.slow
 def test_sources_may_have_several_files(corpora, tmp_path, single):
     text = np.random.default_rng(0).choice([*"abcdef "], 3_000_000)

@@ -11,14 +11,13 @@ import torch
 
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.windows import first_windows
+from lockstep_gpt.data.windows import first_windows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
-CPU = torch.device("cpu")
 B, SEED = 4, 5
 LETTERS = {"code": "xyz", "poems": "aeiou", "prose": "klmnop"}
 FILES = {"code": 150, "poems": 40, "prose": 90}
@@ -77,14 +76,13 @@ def batches_of(module, feed, count=None):
 
 def windows_of(module, split):
     """Return all windows of a split, in the order of their numbers."""
-    rows = np.arange(sum(module.windows[split].counts.values()))
-    ((tokens, targets),) = module.batches(split, [rows], CPU)
-    return torch.stack([tokens, targets], 1)
+    windows = module.windows[split]
+    return torch.stack(read_windows(windows, range(len(windows))), 1)
 
 
 def numbers_of(module, data, count):
     """Return the windows of a run's first positions."""
-    return data.order_rule(module.windows["train"].counts, 100 * B, 16)(np.arange(count), 0, SEED)
+    return data.order(module.windows["train"].counts, 100 * B, 16, SEED)(np.arange(count))
 
 
 def sources_of(module, split, numbers):
@@ -139,20 +137,12 @@ def test_ranks_and_a_resume_take_the_same_windows(world, mixed, packed):
 def test_validation_counts_each_held_out_target_of_each_source_once(world, mixed, packed):
     modules = [packed(mixed, rank, world) for rank in range(world)]
     index = load_index(modules[0].folder)
-    pairs = torch.cat([batches_of(module, module.val_dataloader()) for module in modules])
-    numbers = np.concatenate(
-        [
-            rows.ravel()
-            for rank, module in enumerate(modules)
-            for rows in module.rows_by_part("val", module.validated, rank, world).values()
-        ]
-    )
-    counts = (pairs[:, 1] != IGNORE).sum(1)
-    assert not counts[numbers < 0].any()
-    names = np.array(sources_of(modules[0], "val", numbers))
-    for name in LETTERS:
-        is_real = (names == name) & (numbers >= 0)
-        assert int(counts[is_real].sum()) == index.splits[f"{name}/val"].tokens - 1
+    for place, name in enumerate(modules[0].validated):
+        loaders = [module.eval_loaders("val", module.validated)[place] for module in modules]
+        pairs = zip(modules, loaders, strict=True)
+        batches = torch.cat([batches_of(module, loader) for module, loader in pairs])
+        counted = int((batches[:, 1] != IGNORE).sum())
+        assert counted == index.splits[f"{name}/val"].tokens - 1
 
 
 def test_packing_belongs_to_the_mixture_not_to_a_source(sources):

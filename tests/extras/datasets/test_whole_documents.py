@@ -55,8 +55,9 @@ def test_validation_has_each_held_out_target_once_and_none_in_padding(prepared):
     tokens = np.asarray(open_split(prepared, "val"))
     windows = PackedWindows(prepared, "val", 16)
     count = load(folder_within(prepared, 16))["val"].windows
-    rows = np.concatenate([np.arange(count), [-1]])
-    inputs, targets = (part.roll(1, 0) for part in windows.widen(*windows.gather([rows])))
+    stored = windows.collate(windows.__getitems__([*range(count), 0]))
+    batch = windows.widen(windows.pad(stored, count))
+    inputs, targets = (part.roll(1, 0) for part in batch)
     assert (targets[0] == IGNORE).all()
     counted = targets != IGNORE
     assert sorted(targets[counted].tolist()) == sorted(tokens[1:].tolist())
@@ -166,7 +167,6 @@ def test_the_data_module_counts_packed_windows(prepared):
     sizes = {
         "block_size": 16,
         "micro_size": 2,
-        "accumulation": 1,
         "seed": 1,
         "packing": WholeDocuments(),
     }

@@ -67,16 +67,16 @@ def test_a_wrong_setting_fails_in_one_line(monkeypatch, capsys):
 def test_the_sampler_deals_as_the_order_does_and_reshuffles_each_epoch(words):
     from experiment import load
 
-    from lockstep_gpt.data.order import Order
+    from lockstep_gpt.data.order import RankOrder, Shuffled
 
     experiment = load([*words, "batch.micro_size=2", "batch.global_size=4"], 2)
     size, seed = 8, experiment.config.seed  # a whole number of batches: epochs end with one
     samplers = [experiment.sampler(size, rank, 2) for rank in range(2)]
-    orders = [Order(seed, size, 2, rank, 2) for rank in range(2)]
+    orders = [RankOrder(Shuffled(size, seed), 2, rank, 2) for rank in range(2)]
     for epoch, (sampler, order) in itertools.product(range(3), zip(samplers, orders, strict=True)):
         sampler.set_epoch(epoch)
         batches = itertools.islice(order, 2 * epoch, 2 * epoch + 2)
-        steps = [rows.tolist() for rows in batches]
+        steps = [places.samples.tolist() for places in batches]
         assert list(sampler) == [*steps[0], *steps[1]]
         assert len(sampler) == 4
 
