@@ -1,7 +1,10 @@
-"""How processes end: which exit handlers run."""
+"""How processes end: which exit handlers run; and the state of `random`."""
 
+import random
 import subprocess
 import sys
+
+from lockstep_gpt import python_patches
 
 CODE = """
 import atexit, os, weakref
@@ -32,3 +35,15 @@ def test_handlers_run_before_an_exit_without_teardown():
         "finalized",
         "handled",
     ]
+
+
+def test_the_state_of_random_changes_with_each_draw_and_only_then():
+    state = python_patches.random_state()
+    assert python_patches.random_state() == state
+    for draw in (random.random, lambda: random.getrandbits(8), lambda: random.shuffle([1, 2, 3])):
+        draw()
+        assert python_patches.random_state() != state
+        state = python_patches.random_state()
+    kept = random.getstate()
+    random.setstate(kept)
+    assert python_patches.random_state() == state

@@ -8,12 +8,12 @@ import numpy as np
 STATE_BYTES = 625 * 4
 
 
-def global_state() -> bytes | None:
-    """Return what changes when `np.random` draws; None if another generator was put in its place.
+def random_state() -> bytes:
+    """Return what changes when `np.random` draws.
 
-    `np.random.get_state` takes 100 times as long: it makes a number of each word.
+    `np.random.get_state` takes 20 times as long: it makes a number of each word.
     """
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
-    if not isinstance(generator, np.random.MT19937):
-        return None
+    if not isinstance(generator, np.random.MT19937):  # somebody has put another one in its place
+        return repr(generator.state).encode()
     return ctypes.string_at(generator.ctypes.state_address, STATE_BYTES)

@@ -32,6 +32,7 @@ LAYERS = [
     "config",
     "optional",
     "python_patches",
+    "numpy_patches",
     "torch_patches",
     "lightning_patches",
     "processes",

@@ -4,17 +4,44 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from lockstep_gpt import numpy_patches
+from lockstep_gpt import numpy_patches, python_patches
 from lockstep_gpt.data.order import Places, Positions
 
 Collate = Callable[[Any], Any]  # samples, as the dataset returns them -> a batch
 Pad = Callable[[Any, int], Any]  # a batch, and how many of its rows are real -> one that says so
+
+
+class Generator(NamedTuple):
+    """A global generator of random numbers."""
+
+    glance: Callable[[], bytes]  # returns what changes when it draws
+    seed: Callable[[int], Any]  # takes 63 bits
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
+
+
+# ruff: noqa: NPY002  (NumPy's global generator is the one that datasets use)
+GENERATORS = (
+    Generator(
+        lambda: torch.default_generator.get_state().numpy().tobytes(),
+        torch.default_generator.manual_seed,
+        torch.get_rng_state,
+        torch.set_rng_state,
+    ),
+    Generator(
+        numpy_patches.random_state,
+        lambda number: np.random.seed(number % 2**32),
+        np.random.get_state,
+        np.random.set_state,
+    ),
+    Generator(python_patches.random_state, random.seed, random.getstate, random.setstate),
+)
 
 
 def read(dataset: Any, samples: Positions) -> Sequence[Any]:
@@ -29,9 +56,9 @@ def read(dataset: Any, samples: Positions) -> Sequence[Any]:
 class BatchReader(Dataset[Any]):
     """Reads micro-batches; each sample's random numbers are its own.
 
-    They come from the global generators of torch, NumPy, and Python, which are seeded for each
-    sample by its position in the run. That costs 10 us, so a dataset goes without, until a read
-    has drawn a number; that read is repeated.
+    They come from the global generators of torch, NumPy, and Python. Those that samples draw from
+    are seeded for each sample by its position in the run. That takes microseconds, so a generator
+    isn't seeded until a read has drawn from it; that read is repeated.
 
     Args:
         dataset: its samples may draw from global generators; others are not seeded.
@@ -47,9 +74,7 @@ class BatchReader(Dataset[Any]):
         self.seed = seed
         self.collate = collate
         self.pad = pad
-        self.draws = False  # whether samples draw random numbers, as far as reads have shown
-        self._python: Any = random.getstate()  # after the last read; to ask takes 10 us
-        self._is_shared = False  # whether others draw from it between reads
+        self.drawn: list[int] = []  # generators that samples draw from, as far as reads have shown
 
     def __getitems__(self, places: Places) -> Any:
         """Return a micro-batch; sample -1 is padding."""
@@ -73,59 +98,50 @@ class BatchReader(Dataset[Any]):
 
     def _read(self, places: Places) -> Sequence[Any]:
         """Return the samples of a micro-batch."""
-        if not self.draws:
-            items = self._read_unless_drawn(places.samples)
-            if items is not None:
-                return items
-            self.draws = True
-        with preserved_generators():
-            return [self._read_one(*place) for place in zip(*places, strict=True)]
-
-    def _read_one(self, position: int, sample: int) -> Any:
-        seed_generators(f"{self.seed} {position}")
-        return read(self.dataset, np.array([sample]))[0]
-
-    def _read_unless_drawn(self, samples: Positions) -> Sequence[Any] | None:
-        """Return the samples, or None if reading them draws random numbers."""
-        if self._is_shared:
-            self._python = random.getstate()
-        before = quick_states()
-        items = read(self.dataset, samples)
-        if quick_states() != before:
-            return None
-        earlier, self._python = self._python, random.getstate()
-        if self._python == earlier:
+        others = [at for at in range(len(GENERATORS)) if at not in self.drawn]
+        before = [GENERATORS[at].glance() for at in others]
+        if self.drawn:
+            items = self._read_seeded(places)
+        else:
+            items = read(self.dataset, places.samples)
+        new = [
+            at
+            for at, glance in zip(others, before, strict=True)
+            if GENERATORS[at].glance() != glance
+        ]
+        if not new:
             return items
-        if self._is_shared:
-            return None
-        self._is_shared = True  # or it was this read: another one tells
-        return self._read_unless_drawn(samples)
+        self.drawn += new
+        return self._read(places)
+
+    def _read_seeded(self, places: Places) -> Sequence[Any]:
+        generators = [GENERATORS[at] for at in self.drawn]
+        items = []
+        with preserved(generators):
+            positions, samples = places
+            for position, sample in zip(positions.tolist(), samples.tolist(), strict=True):
+                number = hash_of(self.seed, position)
+                for generator in generators:
+                    generator.seed(number)
+                items.append(self.dataset[max(sample, 0)])
+        return items
 
 
-def quick_states() -> tuple[bytes, bytes | None]:
-    """Return the states of the generators of torch and NumPy; Python's takes 10 us."""
-    return torch.default_generator.get_state().numpy().tobytes(), numpy_patches.global_state()
-
-
-def seed_generators(key: str) -> None:
-    """Seed the global generators of torch, NumPy, and Python by a hash of `key`."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    number = int.from_bytes(digest) >> 1
-    torch.default_generator.manual_seed(number)
-    np.random.seed(number % 2**32)  # noqa: NPY002  (the generator that datasets use)
-    random.seed(number)
+def hash_of(seed: int | str, position: int) -> int:
+    """Return 63 bits that depend on both."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 @contextlib.contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Let a read leave no trace in the generators, which training may use; a worker has its own."""
+def preserved(generators: Sequence[Generator]) -> Iterator[None]:
+    """Let a read leave no trace in generators, which training may use; a worker has its own."""
     if get_worker_info() is not None:
         yield
         return
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
