@@ -50,6 +50,15 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
+def epoch_sums(trainer: Trainer) -> dict[str, Any]:
+    """Return what `self.log` has added up in this epoch of training, by the names of the logs.
+
+    Each is a torchmetrics metric. Lightning saves none of them.
+    """
+    results: dict[str, Any] = trainer.fit_loop.epoch_loop._results
+    return results
+
+
 def set_logged_steps(checkpoint: dict[str, Any], number: int) -> None:
     """Set a checkpoint's number of steps by which Lightning decides when to log, and at which step.
 

@@ -375,15 +375,24 @@ def align_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:
     """Let Lightning's counts of micro-batches be those of whole steps of this run.
 
     With other ranks, a step has another number of micro-batches of each: without this, the run
-    would continue in the middle of a step. An epoch that has ended stays as it is.
+    would continue in the middle of a step. Between two epochs, none is done; Lightning would set
+    that only after the checkpoint.
 
     Args:
         checkpoint: of a run with any number of micro-batches in a step; changed in place.
         trainer: of this run.
     """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs = loops["epoch_progress"]["current"]
+    is_within = epochs["ready"] == epochs["started"] > epochs["completed"]
+    if not is_within:
+        progress = loops["epoch_loop.batch_progress"]
+        progress["current"] = dict.fromkeys(progress["current"], 0)
+        progress["is_last_batch"] = False
+        return
     before = checkpoint.get("accumulate_grad_batches")
     now = trainer.accumulate_grad_batches
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    progress = loops["epoch_loop.batch_progress"]
     batches = progress["current"]["ready"]
     if before is None or before == now or batches % before:
         return

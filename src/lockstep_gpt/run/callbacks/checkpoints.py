@@ -16,7 +16,7 @@ from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.lightning_patches import validation_follows
 from lockstep_gpt.run import checkpoint as files
-from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_content import WEIGHTS, joined
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
@@ -58,7 +58,8 @@ def nothing(_trainer: Trainer) -> Mapping[str, Any]:
 class Checkpoints(StepCallback, Checkpoint):
     """Keeps the newest checkpoints, and those with the best values of a metric.
 
-    It saves after the last step, and after the validation of the steps that have one. It needs no
+    It saves after the last step, and after the validation of the steps that have one; after the
+    last step of an epoch, when the next one begins. It needs no
     other part: any module with any optimizer is saved as it is, once all its numbers are finite.
 
     Args:
@@ -86,6 +87,7 @@ class Checkpoints(StepCallback, Checkpoint):
     # Of later steps than the first one here: of a model that the run left with `resume_force`.
     _others: list[Path] = field(default_factory=list, init=False)
     _last_saved: int = field(default=0, init=False)  # step; at first, where training starts
+    _waits: bool = field(default=False, init=False)  # whether a save is due
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
@@ -106,6 +108,14 @@ class Checkpoints(StepCallback, Checkpoint):
         is_last = trainer.global_step == trainer.max_steps  # `on_step_end` stops training then
         return trainer.enable_validation and (is_last or validation_follows(trainer))
 
+    def is_unfinished(self, trainer: Trainer) -> bool:
+        """Return whether the step that just ended is followed by a validation, or ends an epoch.
+
+        A state that is saved now would mark them as done. They end before the next step, or before
+        the run does.
+        """
+        return self.validates(trainer) or ends_epoch(trainer)
+
     def is_due(self, step: int, last_step: int) -> bool:
         """Return whether optimizer step `step` is saved regardless of its value."""
         return step == last_step or (self.every is not None and step % self.every == 0)
@@ -124,11 +134,30 @@ class Checkpoints(StepCallback, Checkpoint):
         return -value if self.mode == "max" else value
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """Save now only if no validation follows; else the saved state would mark it as done."""
+        """Save if due, once the step is finished."""
         if step == trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates a last time, at any step
         is_due = self.is_due(step, trainer.max_steps)
-        if (is_due or trainer.should_stop) and not self.validates(trainer):
+        if is_due or trainer.should_stop:
+            self._waits = not self.validates(trainer)
+            self._save_if_finished(trainer)
+
+    def _save_if_finished(self, trainer: Trainer) -> None:
+        """Save what waits for it, unless the epoch ends: then, when the next one begins."""
+        if self._waits and not ends_epoch(trainer):
+            self.save(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
+        """Let a resumed epoch end like any other.
+
+        Lightning updates no schedulers at the end of one, because it hasn't all of its metrics.
+        """
+        trainer.fit_loop.restarting = False
+        super().on_train_batch_end(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save the state in which the last epoch has ended, if that is due."""
+        if self._waits or self.urgent:
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -142,7 +171,8 @@ class Checkpoints(StepCallback, Checkpoint):
             if not math.isnan(value):
                 self.values[step] = value
             self.last_validated = step
-            self.save(trainer)
+            self._waits = True
+            self._save_if_finished(trainer)
 
     def _monitored(self, trainer: Trainer) -> float:
         """Return the metric's value on rank 0, by which all ranks decide the same.
@@ -179,6 +209,7 @@ class Checkpoints(StepCallback, Checkpoint):
             self._prune(trainer, path)
         self.saves.append(Save(path, started_at, time.perf_counter()))
         self._last_saved = trainer.global_step
+        self._waits = False
         return path
 
     def newest(self) -> Path | None:

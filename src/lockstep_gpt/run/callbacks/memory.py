@@ -14,7 +14,7 @@ from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import without_comparison
-from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.finite_states import own_part, refuse_broken_state
@@ -178,7 +178,7 @@ class StateInMemory(StepCallback, Checkpoint):
             self.writer.copies.hold_update()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """Keep the state if all ranks have decided to; after a validation, if one follows."""
+        """Keep the state if all ranks have decided to, once the step is finished."""
         now = time.perf_counter()
         if self._clock:
             self.turns.note_step(now - self._clock)
@@ -186,8 +186,8 @@ class StateInMemory(StepCallback, Checkpoint):
         self._tell_interval()
         if not self.turns.decided or step == trainer.max_steps or trainer.should_stop:
             return
-        if self.checkpoints.validates(trainer):
-            self._waits = True  # else the state would mark the validation as done
+        if self.checkpoints.is_unfinished(trainer):
+            self._waits = True
         else:
             self._keep(trainer, pl_module, step)
 
@@ -207,7 +207,12 @@ class StateInMemory(StepCallback, Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Keep the state that has waited for the validation."""
         self._clock = 0.0
-        if self._waits and not trainer.should_stop:
+        if self._waits and not trainer.should_stop and not ends_epoch(trainer):
+            self._keep(trainer, pl_module, trainer.global_step)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Keep the state that has waited for the end of the epoch before."""
+        if self._waits:
             self._keep(trainer, pl_module, trainer.global_step)
 
     def _keep(self, trainer: Trainer, module: Any, step: int) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep_gpt.data.loaders import TrainLoader
 from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
+from lockstep_gpt.run.epoch_values import EpochValues
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of
 from lockstep_gpt.run.metrics_rows import COLUMNS
@@ -59,6 +60,7 @@ class Metrics(StepCallback):
     _means: dict[str, Mean] = field(default_factory=dict, init=False)
     _trained: dict[str, int] = field(default_factory=dict, init=False)  # mean -> its entries then
     _measured: dict[str, float] = field(default_factory=dict, init=False)  # by a validation or test
+    _epoch_values: EpochValues = field(default_factory=EpochValues, init=False)
     _rate: float | None = field(default=None, init=False)  # of the last update
 
     def continue_from(self, earlier: dict[str, str]) -> None:
@@ -89,6 +91,15 @@ class Metrics(StepCallback):
     ) -> None:
         """Note the rate of this update; a scheduler then sets that of the next one."""
         self._rate = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Complete the values of an epoch that a resumed run continues."""
+        self._epoch_values.after_batch(trainer)
+        super().on_train_batch_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the values of the next epoch be its own."""
+        self._epoch_values.end_epoch()
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Log a row if one is due, and at the end."""
@@ -200,20 +211,22 @@ class Metrics(StepCallback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save what the means have so far; every rank must call this."""
+        """Save what has been measured so far; every rank must call this."""
         table = entries_of_ranks(means_of(pl_module))
         checkpoint["means"] = {
             name: sorted([*entry] for entries in ranks for entry in entries)
             for name, ranks in table.items()
         }
+        checkpoint["epoch_values"] = self._epoch_values.save(trainer, pl_module)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Continue with what the means had; rank 0 gets it all."""
+        """Continue with what had been measured."""
         saved = checkpoint.get("means", {})  # another Trainer's has none
         for name, mean in means_of(pl_module).items():
             mean.load_entries(saved.get(name, []) if trainer.is_global_zero else [])
+        self._epoch_values.load(trainer, pl_module, checkpoint.get("epoch_values", {}))
 
     def leave_out(self, pause: float) -> None:
         """Don't count the last `pause` seconds as training."""

@@ -53,6 +53,14 @@ class StepCallback(Callback, ABC):
         """Act after optimizer step `step`; the first one is 1."""
 
 
+def ends_epoch(trainer: Trainer) -> bool:
+    """Return whether the step that just ended is the last one of an epoch.
+
+    What happens at the end of it, such as updates of schedulers, isn't in the state of the run yet.
+    """
+    return trainer.is_last_batch
+
+
 def updates_after_batch(trainer: Trainer) -> bool:
     """Return whether an update follows the micro-batch that is running, not another micro-batch."""
     number = trainer.fit_loop.batch_idx + 1

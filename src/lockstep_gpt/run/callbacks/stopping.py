@@ -109,10 +109,7 @@ class GracefulStop(StepCallback):
         self.vote = StopVote(self.timeout)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """Save and stop once all ranks know of a signal.
-
-        If a validation follows, wait for it: else the saved state would mark it as done.
-        """
+        """Save and stop once all ranks know of a signal, and the step is finished."""
         signum = int(stop_signals.received.first or 0)
         self.decided, is_kept = self.vote.result()
         self.turns.decide(step, is_kept)
@@ -123,14 +120,14 @@ class GracefulStop(StepCallback):
             self.decided = 0  # the run ends anyway
         if not self.decided:
             return
-        if self.checkpoints.validates(trainer):
+        if self.checkpoints.is_unfinished(trainer):
             self.checkpoints.urgent = True
         else:
             self.checkpoints.save(trainer)
             self._stop()
 
     def on_train_batch_start(self, *_arguments: Any) -> None:
-        """Stop if a validation came in between."""
+        """Stop if a validation, or the end of an epoch, came in between."""
         if self.decided:
             self._stop()
 
