@@ -45,6 +45,7 @@ LAYERS = [
     "inference",
     "launch",
     "notebook",
+    "testing",
     "cli",
     "__main__",
     "extras",
