@@ -43,7 +43,8 @@ from process_tree import tree, words_of
 
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.files import SEAL_BYTES
-from lockstep_gpt.testing.results import Results, differences, results_of
+from lockstep_gpt.testing.results import Results as ResultsOfRun
+from lockstep_gpt.testing.results import differences, results_of
 
 STEPS = 600
 EVERY = 5  # steps between states in memory
@@ -258,7 +259,7 @@ class AttackedRun:
         pairs = itertools.pairwise(steps)
         return [max(0, before[-1] - after[0] + 1) for before, after in pairs]
 
-    def faults(self, expected: Results) -> list[str]:
+    def faults(self, expected: ResultsOfRun) -> list[str]:
         """Return how the run, which is done, is not as it should be."""
         differing = differences(expected, results_of(self.directory))
         faults = [f"differ: {differing.text()}"] if differing else []
@@ -335,7 +336,7 @@ def attack_runs(
     folder: Path, machines: list[Machine], count: int, kills: int, chance: random.Random
 ) -> int:
     """Attack `count` runs, or fewer until Ctrl-C; return 1 if one is not as it should be."""
-    expected: dict[tuple[int, int, str], Results] = {}
+    expected: dict[tuple[int, int, str], ResultsOfRun] = {}
     results = Results()
     try:
         for number in range(count):

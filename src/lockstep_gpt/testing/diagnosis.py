@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +37,20 @@ def read_recording(folder: Path) -> Recording:
     ranks: list[dict[int, Line]] = []
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem)):
         lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()  # whole ones
-        ranks.append({line["step"]: line for line in map(json.loads, lines)})
+        ranks.append(_latest(map(json.loads, lines)))
     if not ranks:
         return {}
     common = sorted(set(ranks[0]).intersection(*ranks))
     return {step: [rank[step] for rank in ranks] for step in common}
+
+
+def _latest(lines: Iterable[Line]) -> dict[int, Line]:
+    """Return the last line of each step; a start's has no micro-batch, and replaces none."""
+    latest: dict[int, Line] = {}
+    for line in lines:
+        if line["micro_batches"] or line["step"] not in latest:
+            latest[line["step"]] = line
+    return latest
 
 
 def diagnose(

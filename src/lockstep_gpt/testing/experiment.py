@@ -66,7 +66,7 @@ class Experiment:
         kills = callback("kills", "kills.Kills", folder=notes, after=after)
         with self._started(name, ranks, *self._words(ranks), *kills, *more) as process:
             note = notes / "command"
-            self._wait(process, note.exists)
+            self._wait(ranks, process, note.exists)
             if process.poll() is not None:
                 self._finish(name, ranks, process)
                 raise UserError(
@@ -110,17 +110,21 @@ class Experiment:
     def _output(self, name: str) -> Path:
         return self._folder / f"{name}.output"
 
-    def _wait(self, process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    def _wait(
+        self, ranks: int, process: subprocess.Popen[str], condition: Callable[[], bool]
+    ) -> None:
         """Wait until a condition is true, the process has ended, or the time is over."""
         end = time.monotonic() + LIMIT
         while not condition() and process.poll() is None:
             if time.monotonic() > end:
-                raise FailedRunError(f"a run had not ended after {LIMIT} s; it was stopped", 1)
+                of = counted(ranks, "rank")
+                late = f"the run on {of} had not ended after {LIMIT} s and was stopped"
+                raise FailedRunError(late, 1)
             time.sleep(POLL)
 
     def _finish(self, name: str, ranks: int, process: subprocess.Popen[str]) -> None:
         """Wait for the end of a command; raise a `FailedRunError` if it failed."""
-        self._wait(process, lambda: False)
+        self._wait(ranks, process, lambda: False)
         status = process.wait()
         if status == Exit.DONE:
             return

@@ -176,7 +176,8 @@ class Check:
             )
             if finding is None:
                 raise
-            raise FailedRunError(f"{failure}\n{finding.text()}", failure.status) from None
+            line = str(failure).splitlines()[0]
+            raise FailedRunError(f"{line}\n{finding.text()}", failure.status) from None
         return self._told(Compared(name, str(ranks), ranks, results_of(directory)), started)
 
     def _killed(self, ranks: int) -> Compared:
