@@ -66,7 +66,8 @@ def test_what_cannot_be_equal_is_one_line_of_a_mistake(
             "ranks=(2,) compares nothing; give several, as in (1, 2), or kill_after",
         ),
         (["trainer.devices=2"], "trainer.devices=2 is set by the check; use --ranks"),
-        (["--kill", "3"], "--kill is not a flag of check; did you mean --kill-after?"),
+        (["--kil-after"], "--kil-after is not a flag of check; did you mean --kill-after?"),
+        (["--multirun"], "--multirun starts a sweep; a check trains one experiment"),
         (["--tolerance", "0"], "argument --tolerance: 0 must be a number above 0"),
     ],
 )

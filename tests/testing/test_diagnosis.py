@@ -36,8 +36,8 @@ def line(step, micro_batches):
     }
 
 
-def recording(ranks, of_each=1):
-    """Three steps of 4 samples on one rank or two, in two micro-batches, or one of each sample."""
+def recording(ranks):
+    """Three steps of 4 samples on one rank or two, in two micro-batches."""
     steps = {}
     for step in (1, 2, 3):
         samples = [[f"{step}.{2 * leaf}", f"{step}.{2 * leaf + 1}"] for leaf in range(2)]
@@ -87,15 +87,13 @@ def order_of_samples(two):
 
 
 def seed_of_torch(two):
+    loss(two)
     last_leaf(two)["before"]["torch"] = OTHER
 
 
 def draws(two):
+    gradient(two)
     last_leaf(two)["after"]["torch"] = OTHER
-
-
-def seed_of_python(two):
-    last_leaf(two)["before"]["Python"] = OTHER
 
 
 def loss(two):
@@ -185,15 +183,17 @@ def test_equal_recordings_have_no_finding_on_any_number_of_ranks(one, two):
     assert diagnose(one, two) is None
 
 
-def test_a_generator_that_nothing_draws_from_may_have_any_state(one, two):
-    seed_of_python(two)
-    assert diagnose(one, two) is None
-    for run in (one, two):
-        for step in run[2]:
-            for each in step["micro_batches"]:
-                each["after"]["Python"] = USED
-    assert "of Python's generator" not in diagnose(one, two).what
-    assert "Python's generator" in diagnose(one, two).what
+def test_random_numbers_are_a_cause_only_if_they_are_drawn_and_change_something(one, two):
+    leaf = last_leaf(two)
+    leaf["before"]["Python"] = leaf["after"]["Python"] = OTHER
+    loss(two)
+    assert diagnose(one, two).what.startswith("the loss of micro-batch 2")  # none was drawn
+    leaf["after"]["Python"] = USED
+    finding = diagnose(one, two)
+    assert "micro-batch 2 begins with another state of Python's generator" in finding.what
+    assert "instead of Python" in finding.remedy
+    leaf["loss"] = 2.0
+    assert diagnose(one, two) is None  # such as for the name of a file
 
 
 def test_the_earliest_step_counts_and_in_it_what_comes_first(one, two):

@@ -60,7 +60,7 @@ def test_the_sign_of_a_zero_is_a_bit(results):
 def test_a_tolerance_is_relative_to_the_largest_value(results, tolerance, is_equal):
     # 0.1 of 100 in a tensor whose other element is 100; 0.004 of 4 in a column.
     ours, theirs = results(scale=100.0), results(scale=100.0, weight=1.6, loss="2.004")
-    assert not differences(ours, theirs, tolerance) == is_equal
+    assert bool(differences(ours, theirs, tolerance)) != is_equal
 
 
 def test_a_number_that_is_none_is_never_near(results):

@@ -152,6 +152,9 @@ def _in_noise(pair: Pair) -> Finding | None:
     ours, theirs = map(micro_batches, pair.both)
     if len(ours) != len(theirs):
         return None  # `_in_loss` tells whether noise is the cause
+    losses = [[each.get("loss") for each in of_run] for of_run in (ours, theirs)]
+    if losses[0] == losses[1] and _differing(pair, "gradients") is None:
+        return None  # what was drawn has no effect
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True), 1):
         for name in sorted(_drawn(our) | _drawn(their)):
             before = our["before"].get(name) != their["before"].get(name)
