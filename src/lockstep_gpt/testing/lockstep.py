@@ -11,7 +11,13 @@ from typing import NamedTuple
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import counted
-from lockstep_gpt.testing.diagnosis import Finding, diagnose, metric_finding, read_recording
+from lockstep_gpt.testing.diagnosis import (
+    Finding,
+    Recording,
+    diagnose,
+    metric_finding,
+    read_recording,
+)
 from lockstep_gpt.testing.experiment import Experiment, FailedRunError, callback
 from lockstep_gpt.testing.results import (
     STEP,
@@ -217,7 +223,7 @@ class Check:
         self, first: Compared, other: Compared, tolerance: float | None
     ) -> Finding | None:
         """Train both once more with recordings, and return where these part."""
-        recordings = []
+        recordings: list[Recording] = []
         for compared in (first, other):
             name = f"{compared.run}-recorded"
             folder = self._folder / f"{name}.steps"
@@ -231,7 +237,7 @@ class Check:
             except FailedRunError:
                 pass  # what it has recorded may show why
             recordings.append(read_recording(folder))
-        return diagnose(*recordings, tolerance, other.killed)
+        return diagnose(recordings[0], recordings[1], tolerance, other.killed)
 
 
 NOT_AGAIN = (

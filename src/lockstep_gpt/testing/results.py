@@ -181,7 +181,7 @@ def _is_equal(ours: Any, theirs: Any, tolerance: float | None) -> bool:
     if not is_tensor(ours) or not is_tensor(theirs):
         is_number = isinstance(ours, float) and isinstance(theirs, float)
         if is_number and tolerance is not None:
-            return abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs))
+            return bool(abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs)))
         return repr(ours) == repr(theirs)
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return False
