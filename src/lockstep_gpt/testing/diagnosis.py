@@ -359,29 +359,18 @@ def _in_weights(pair: Pair) -> Finding | None:
     return None
 
 
-CAUSES_AFTER_KILL = {
-    "data": (
-        "data without a place: after a restart, the loader doesn't continue at the same sample",
-        "load with train_loader, which begins at the Trainer's step",
-    ),
-    "dropout": (
-        "random numbers without seeds: after a restart, their generator begins anew",
-        "leave torch's generator as MicroBatchSeeds seeds it before each training_step",
-    ),
-}
-
-
 def _after_kill(finding: Finding) -> Finding:
     """Return the finding with the cause that it has in a run that was killed."""
-    key = finding.cause.split()[0]
-    cause, remedy = CAUSES_AFTER_KILL.get(
-        key,
-        (
-            "a state that isn't in the checkpoint: a value that the next step needs began anew",
-            "keep it in a buffer, in the optimizer's state, or in the state_dict of a callback",
-        ),
-    )
-    return finding._replace(cause=cause, remedy=remedy)
+    if finding.cause.startswith("data"):
+        cause = "data without a place: after a restart, the loader continues at another sample"
+        remedy = "load with train_loader, which begins at the Trainer's step"
+    elif finding.cause.startswith("dropout"):
+        cause = "random numbers without seeds: after a restart, their generator begins anew"
+        remedy = "leave torch's generator as MicroBatchSeeds seeds it before each training_step"
+    else:
+        cause = "a state that isn't in the checkpoint: a value that the next step needs began anew"
+        remedy = "keep it in a buffer, in the optimizer's state, or in a callback's state_dict"
+    return Finding(finding.step, finding.what, cause, remedy)
 
 
 def metric_finding(step: int, column: str, values: tuple[str, str]) -> Finding:
