@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.testing.results import Results, differences, first_of, flat, rows_of
+from lockstep_gpt.testing.results import Results, differences, first_of, flat, results_of, rows_of
 
 
 @pytest.fixture
@@ -77,6 +78,11 @@ def test_a_row_or_a_weight_that_one_run_lacks_is_a_difference(results):
     del without.state["state_dict.b"]
     assert differences(results(), without).weights == ["b"]
     assert differences(without, results()).weights == ["b"]
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match="saved no checkpoint to compare"):
+        results_of(RunDirectory(tmp_path))
 
 
 def test_times_are_no_results(tmp_path):

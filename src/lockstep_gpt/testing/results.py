@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import counted
 
@@ -70,7 +71,10 @@ def results_of(run: RunDirectory) -> Results:
     """Return the results of a run, from its metrics.csv and its last checkpoint."""
     from lockstep_gpt.run.checkpoint import checkpoints_in, read_checkpoint
 
-    content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
+    present = checkpoints_in(run.checkpoints)
+    if not present:
+        raise UserError(f"{run.path.name}: the run saved no checkpoint to compare; let it save one")
+    content = read_checkpoint(present[-1])
     parts = [name.partition(".")[0] for name in (WEIGHTS, *STATES)]
     state = flat({name: content[name] for name in parts if name in content})
     return Results(rows_of(run), dict(state))
