@@ -21,13 +21,13 @@ def check(command, monkeypatch, request):
     monkeypatch.chdir(command.folder)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
-    def run(*overrides, steps=4, ranks=(1, 2), **settings):
+    def run(*overrides, steps=4, ranks=(1, 2), main=PACKAGE, **settings):
         short = [f"max_steps={steps}", "val_every=2", "data.val_tokens=256", "callbacks=[]"]
         if not any(word.startswith("data=") for word in overrides):
             short.append(f"data.root={command.data_root}")
         else:
             short.remove("data.val_tokens=256")
-        assert_lockstep(PACKAGE, ["experiment=smoke", *short, *overrides], ranks=ranks, **settings)
+        assert_lockstep(main, ["experiment=smoke", *short, *overrides], ranks=ranks, **settings)
 
     return run
 
@@ -68,6 +68,40 @@ def test_a_tolerance_that_is_too_narrow_fails_as_rounding(check):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_rank_and_then_command_are_killed_ends_with_the_same_bits(check, ranks):
     check("model.dropout=0.1", ranks=(ranks,), kill_after=2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_killed_run_lost_a_rank_and_then_its_command(command, monkeypatch):
+    monkeypatch.chdir(command.folder)
+    words = command.smoke("max_steps=4", "trainer.accelerator=cpu", "log_every=1")[1:]
+    run = experiment.Experiment(PACKAGE, words, command.folder).train_killed("killed", 2, 2)
+    deaths = {note.name for note in (command.folder / "killed.kills").iterdir()}
+    assert deaths == {"rank", "command"}
+    output = (command.folder / "killed.output").read_text("utf-8")
+    assert output.count("restarting") == 1
+    assert output.count("\n  batch  ") == 2  # two commands printed a receipt
+    assert run.read_summary()["status"] == "done"
+
+
+@pytest.mark.slow
+def test_a_run_may_start_by_any_command_that_takes_overrides(check, command):
+    script = command.folder / "own.py"
+    lines = [
+        "import sys",
+        f"from {PACKAGE}.cli import main",
+        'sys.exit(main(["train", *sys.argv[1:]]))',
+    ]
+    script.write_text("\n".join(lines))
+    check(EXACT, steps=1, main=[sys.executable, str(script)])
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_recorded_whole(check):
+    words = ["strategy=fsdp2", planted("RateByRank")]
+    *_, begins, cause, _ = failure_of(check, *words, tolerance=1e-3)
+    assert begins == "begins at: step 3, the learning rate: 0.000975, 0.00195 on rank 1"
+    assert cause.startswith("cause: a scheduler or optimizer by rank")
 
 
 @pytest.mark.slow

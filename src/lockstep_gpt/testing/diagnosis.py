@@ -314,16 +314,14 @@ def _in_rates(pair: Pair) -> Finding | None:
     cause = "a scheduler or optimizer by rank: ranks have different learning rates"
     if not of_ranks:
         cause = "a scheduler by rank: the learning rate depends on the number of ranks"
+    both = zip(values[0][1], rates, strict=False)
+    ours, theirs = next(((a, b) for a, b in both if a != b), (math.nan, math.nan))
     return pair.finding(
-        f"the learning rate: {_listed(values[0][1])}, {_listed(rates)} on rank {rank}",
+        f"the learning rate: {ours:g}, {theirs:g} on rank {rank}",
         cause,
         "compute it from the step, or from a metric that is equal on all ranks (Mean, or "
         "self.log with sync_dist=True)",
     )
-
-
-def _listed(rates: Sequence[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 def _in_weights(pair: Pair) -> Finding | None:
