@@ -78,6 +78,18 @@ class Forgets(lightning.Callback):
             weight.grad.mul_(self.steps)
 
 
+class LogsSinceStart(lightning.Callback):
+    """Logs a number of steps that no checkpoint keeps."""
+
+    steps = 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps += 1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("train/steps", float(self.steps), sync_dist=True)
+
+
 class Raises(lightning.Callback):
     """Fails in the third step."""
 

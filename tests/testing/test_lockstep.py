@@ -171,6 +171,15 @@ def test_a_state_that_no_checkpoint_keeps_is_found_after_a_kill(check):
 
 
 @pytest.mark.slow
+def test_a_metric_that_no_checkpoint_keeps_is_found_after_a_kill(check):
+    fault = planted("LogsSinceStart")
+    *_, begins, cause, _ = failure_of(check, fault, ranks=(1,), kill_after=2)
+    assert begins.startswith("begins at: step ")
+    assert "train/steps of metrics.csv: " in begins
+    assert cause.startswith("cause: a metric that isn't in the checkpoint")
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_shows_its_error_and_the_end_of_its_log(check):
     with pytest.raises(AssertionError) as failure:
         check(EXACT, planted("Raises"))

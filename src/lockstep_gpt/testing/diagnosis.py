@@ -371,11 +371,22 @@ def _after_kill(finding: Finding) -> Finding:
     return Finding(finding.step, finding.what, cause, remedy)
 
 
-def metric_finding(step: int, column: str, values: tuple[str, str]) -> Finding:
+def metric_finding(
+    step: int, column: str, values: tuple[str, str], killed: bool = False
+) -> Finding:
     """Return what it means if a column of the log differs, and no weight does."""
+    what = f"{column} of metrics.csv: {values[0] or 'nothing'}, {values[1] or 'nothing'}"
+    if killed:
+        return Finding(
+            step,
+            what,
+            "a metric that isn't in the checkpoint: weights and optimizer are equal; what the "
+            "metric had before the restart is lost",
+            "log it with Mean, or keep its values in a callback's state_dict",
+        )
     return Finding(
         step,
-        f"{column} of metrics.csv: {values[0] or 'nothing'}, {values[1] or 'nothing'}",
+        what,
         "a metric by rank: weights and optimizer are equal; the logged value is of one rank's "
         "samples",
         "log it with sync_dist=True, or with Mean, whose bits don't depend on ranks",

@@ -216,7 +216,7 @@ class Check:
         """Return why two results differ: from the results, or from recordings of further runs."""
         if not found.weights and not found.states:
             cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
-            return metric_finding(*cell)
+            return metric_finding(*cell, other.killed)
         return self._recorded(first, other, tolerance)
 
     def _recorded(
