@@ -7,8 +7,8 @@ from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import flags
 from lockstep_gpt.launch.arguments import MULTIRUN
 from lockstep_gpt.settings import counted
+from lockstep_gpt.testing.assertion import check
 from lockstep_gpt.testing.experiment import FailedRunError
-from lockstep_gpt.testing.lockstep import check
 
 HELP = f"""usage: {PROGRAM} check [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 

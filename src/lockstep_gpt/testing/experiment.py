@@ -18,7 +18,7 @@ LIMIT = 600  # longest time for any one start of a run, in seconds
 POLL = 0.05
 LOG_LINES = 12  # of a failed run's output
 SECONDS_TO_END = 10  # for the ranks of a command that was killed
-CALLBACKS = "+callbacks.lockstep"  # our own nodes among those of the experiment
+CALLBACKS = "+callbacks.check"  # our own nodes among those of the experiment
 
 
 class FailedRunError(AssertionError):

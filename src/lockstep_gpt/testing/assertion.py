@@ -107,7 +107,7 @@ def check(
     """
     refuse_nothing(ranks, kill_after)
     words = completed(overrides, kill_after)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+    with tempfile.TemporaryDirectory(prefix="check-") as folder:
         checked = Check(Experiment(main, words, Path(folder)), Path(folder), kill_after, report)
         return checked.all(ranks, tolerance)
 

@@ -7,8 +7,8 @@ import pytest
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.testing import assert_lockstep, experiment
+from lockstep_gpt.testing.assertion import completed
 from lockstep_gpt.testing.experiment import command_of
-from lockstep_gpt.testing.lockstep import completed
 
 PACKAGE = assert_lockstep.__module__.partition(".")[0]
 EXACT = "batch.exact_micro_size=2"
