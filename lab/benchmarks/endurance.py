@@ -28,11 +28,11 @@ from pathlib import Path
 
 from process_tree import tree, wait_for, words_of
 
-from lockstep_gpt.extras.cluster.exactness import differences, left_by
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.metrics_file import STEP
+from lockstep_gpt.testing.results import differences, results_of
 
 LIMIT = 600.0  # seconds per run
 STEPS, KEEP = 400, 2
@@ -169,15 +169,14 @@ class Endured:
 
     def compared(self, undisturbed: Endured, change: bool) -> tuple[bool, str]:
         """Compare the end, and all that was logged, with those of the undisturbed run."""
-        name = self.run.path.name
-        results = {"whole": left_by(undisturbed.run), name: left_by(self.run)}
-        differing = differences(results)
-        off = largest_difference(results["whole"].rows, results[name].rows)
+        whole, ours = results_of(undisturbed.run), results_of(self.run)
+        differing = differences(whole, ours)
+        off = largest_difference(whole.rows, ours.rows)
         line = f"{len(self.hurt)} kills, losses off by {off:.1e}"
         devices = f", {self.ranks} ranks at the end" if change else ""
         lost = f", LOST {self.lost} checkpoints" if self.lost else ""
         good = not self.lost and (off <= TOLERANCE if change else not differing)
-        details = "" if change else "".join(f"\n  {difference}" for difference in differing)
+        details = "" if change or not differing else f"\n  differ: {differing.text()}"
         return good, f"{line}{devices}{lost} ({' '.join(self.hurt)}){details}"
 
 

@@ -41,9 +41,10 @@ from kills import KINDS
 from notes import CLOCK, Note, read_notes
 from process_tree import tree, words_of
 
-from lockstep_gpt.extras.cluster.exactness import Remains, differences, left_by
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.files import SEAL_BYTES
+from lockstep_gpt.testing.results import Results as ResultsOfRun
+from lockstep_gpt.testing.results import differences, results_of
 
 STEPS = 600
 EVERY = 5  # steps between states in memory
@@ -258,9 +259,10 @@ class AttackedRun:
         pairs = itertools.pairwise(steps)
         return [max(0, before[-1] - after[0] + 1) for before, after in pairs]
 
-    def faults(self, expected: Remains) -> list[str]:
+    def faults(self, expected: ResultsOfRun) -> list[str]:
         """Return how the run, which is done, is not as it should be."""
-        faults = differences({"undisturbed": expected, "attacked": left_by(self.directory)})
+        differing = differences(expected, results_of(self.directory))
+        faults = [f"differ: {differing.text()}"] if differing else []
         if any(machine.slots("*") for machine in self.machines):
             faults.append("states stay in memory")
         repeated = self.repeated()
@@ -334,7 +336,7 @@ def attack_runs(
     folder: Path, machines: list[Machine], count: int, kills: int, chance: random.Random
 ) -> int:
     """Attack `count` runs, or fewer until Ctrl-C; return 1 if one is not as it should be."""
-    expected: dict[tuple[int, int, str], Remains] = {}
+    expected: dict[tuple[int, int, str], ResultsOfRun] = {}
     results = Results()
     try:
         for number in range(count):
@@ -346,7 +348,7 @@ def attack_runs(
                 undisturbed = AttackedRun(folder / name, ranks, optimizer, machines[:places])
                 undisturbed.start()
                 undisturbed.wait_for(lambda: False)
-                expected[shape] = left_by(undisturbed.directory)
+                expected[shape] = results_of(undisturbed.directory)
             run = AttackedRun(folder / str(number), ranks, optimizer, machines[:places])
             results.add(run, attack_run(run, kills, chance) or run.faults(expected[shape]))
     except KeyboardInterrupt:

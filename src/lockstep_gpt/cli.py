@@ -31,6 +31,7 @@ COMMANDS = {
     "train": Command(".launch.commands:train", "train a GPT; by default the quickstart", True),
     "prepare": Command(".launch.commands:prepare", "tokenize a dataset", True),
     "evaluate": Command(".inference.evaluate:main", "measure the loss on held-out text", False),
+    "check": Command(".testing.command:main", "compare runs on 1, 2, and 4 ranks", True),
     "generate": Command(".inference.generate:main", "continue a prompt", False),
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
     "-sc": Command(".cli:complete", "complete words in the shell", False),

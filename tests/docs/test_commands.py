@@ -50,7 +50,8 @@ PAGES = {
 ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
     "lockstep-gpt doctor": "tests/extras/cluster/test_doctor.py",
-    "lockstep-gpt drill": "tests/extras/cluster/test_drill.py, and test_exactness.py",
+    "lockstep-gpt drill": "tests/extras/cluster/test_drill.py",
+    "lockstep-gpt check": "tests/testing/test_command.py",
     "python3 -c": "the test of each page begins with it",
     "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
     "srun": "tests/scripts/test_slurm.py, on a SLURM of its own",

@@ -46,6 +46,7 @@ LAYERS = [
     "inference",
     "launch",
     "notebook",
+    "testing",
     "cli",
     "__main__",
     "extras",

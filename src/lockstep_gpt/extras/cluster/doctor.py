@@ -21,9 +21,9 @@ from lockstep_gpt import PROGRAM, processes
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import own_address
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster import environment, flags
+from lockstep_gpt.extras.cluster import environment
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import compose, devices, launcher, slurm
+from lockstep_gpt.launch import compose, devices, flags, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.resolving import with_precision
 

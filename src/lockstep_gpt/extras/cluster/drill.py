@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.cluster import exactness
-from lockstep_gpt.extras.cluster.flags import count
 from lockstep_gpt.extras.cluster.small_runs import LIMIT, SmallRuns
+from lockstep_gpt.launch.flags import count
 from lockstep_gpt.settings import counted
+from lockstep_gpt.testing.results import rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,6 @@ class Outcome(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Run all drills and print their table; return 1 if any drill fails."""
-    if arguments[:1] == ["exact"]:
-        return exactness.main(arguments[1:])
     options, overrides = _parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         drill = Drill(Path(folder), options, overrides)
@@ -73,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} drill",
         description="Break small runs on this machine in many ways. Each must recover or fail "
         f"cleanly. Other arguments go to {PROGRAM} train, for example trainer=gpu.",
-        epilog=f"`{PROGRAM} drill exact` compares 1, 2, and 4 ranks bit by bit.",
+        epilog=f"`{PROGRAM} check` compares 1, 2, and 4 ranks bit by bit.",
     )
     parser.add_argument("--ranks", type=count, default=2, help="devices of each run (default: 2)")
     parser.add_argument("--steps", type=count, default=300, help="steps of each run (default: 300)")
@@ -273,7 +271,7 @@ class Drill(SmallRuns):
 
     def _differing_rows(self, name: str) -> int:
         """Count the rows of metrics.csv that differ from the undisturbed run's, except times."""
-        ours, theirs = (exactness.rows_of(self.directory(run)) for run in (name, "whole"))
+        ours, theirs = (rows_of(self.directory(run)) for run in (name, "whole"))
         pairs = itertools.zip_longest(ours, theirs)
         return sum(our_row != their_row for our_row, their_row in pairs)
 

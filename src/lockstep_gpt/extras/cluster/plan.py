@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
     LINKS,
@@ -27,7 +26,7 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.launch import compose
+from lockstep_gpt.launch import compose, flags
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.cluster.prediction import Plan

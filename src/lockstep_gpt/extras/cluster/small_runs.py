@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.testing.experiment import processes_of
 
 # A row of metrics.csv every three steps: most runs stop between two rows.
 EXPERIMENT = ["experiment=smoke", "logger=none", "model.dropout=0.1", "log_every=3"]
@@ -83,16 +84,8 @@ class SmallRuns:
     def gone(self, name: str) -> int:
         """Wait up to ten seconds for the run's processes to end; return how many are left."""
         end = time.monotonic() + 10
-        left = _processes_of(self.folder / name)
+        left = processes_of(self.folder / name)
         while left and time.monotonic() < end:
             time.sleep(POLL)
-            left = _processes_of(self.folder / name)
+            left = processes_of(self.folder / name)
         return left
-
-
-def _processes_of(run: Path) -> int:
-    """Count the live processes whose command line names `run`."""
-    command = ["ps", "-eo", "stat=,args="]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = [line.split(maxsplit=1) for line in listing.splitlines()]
-    return sum(state[0] != "Z" and str(run) in words for state, words in lines)

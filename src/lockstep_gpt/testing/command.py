@@ -1,0 +1,78 @@
+"""The `check` command: one experiment on several numbers of ranks, compared bit by bit."""
+
+from __future__ import annotations
+
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.launch import flags
+from lockstep_gpt.launch.arguments import MULTIRUN
+from lockstep_gpt.settings import counted
+from lockstep_gpt.testing.assertion import check
+from lockstep_gpt.testing.experiment import FailedRunError
+
+HELP = f"""usage: {PROGRAM} check [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+
+Train an experiment on several numbers of ranks, and compare all rows of metrics.csv (except
+times), weights, and states of optimizers. Each run prints a hash of its weights. If something
+differs, the first step, the first tensor, and the likeliest cause are shown; exit status 1.
+
+  --ranks LIST       numbers of ranks (default: 1,2,4)
+  --steps N          steps of each run (default: those of the experiment)
+  --tolerance X      how far values may be apart, relative to the largest one of the tensor or of
+                     the column (default: bits must be equal, with batch.exact_micro_size)
+  --kill-after STEP  also kill a rank after a step, and the whole command one step later
+
+Settings go to {PROGRAM} train. By default: experiment=smoke batch.exact_micro_size=2.
+Examples:
+  {PROGRAM} check --kill-after 5
+  {PROGRAM} check model=modern_nano --tolerance 1e-11 precision=64-true"""
+FLAG_OF_SETTING = {"trainer.devices": "--ranks"}
+
+
+def main(arguments: list[str]) -> int:
+    """Train, print a line for each run, and return 0 if the results are equal."""
+    parser = flags.Parser("check", HELP)
+    parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
+    parser.add_argument("--steps", type=flags.count)
+    parser.add_argument("--tolerance", type=flags.above_zero)
+    parser.add_argument("--kill-after", type=flags.count)
+    options, overrides = parser.split(arguments)
+    for word in overrides:
+        if word in MULTIRUN:
+            raise UserError(f"{word} starts a sweep; a check trains one experiment")
+        flag = FLAG_OF_SETTING.get(word.partition("=")[0])
+        if flag:
+            raise UserError(f"{word} is set by the check; use {flag}")
+    words = _with_defaults(overrides, options.tolerance)
+    if options.steps is not None:
+        words.append(f"max_steps={options.steps}")
+    try:
+        results = check(
+            __package__.partition(".")[0],
+            words,
+            options.ranks,
+            options.tolerance,
+            options.kill_after,
+            lambda line: print(line, flush=True),
+        )
+    except FailedRunError as failure:
+        error = UserError if failure.status == UserError.status else RunError
+        raise error(str(failure)) from None
+    except AssertionError as difference:
+        print(difference)
+        return 1
+    how = f"within {options.tolerance:g}" if options.tolerance else "bit for bit"
+    rows = counted(len(results.rows), "row")
+    print(f"equal {how}: weights, states of optimizers, {rows} of metrics.csv (all but times)")
+    return 0
+
+
+def _with_defaults(overrides: list[str], tolerance: float | None) -> list[str]:
+    """Return the overrides with a small experiment, unless they choose one."""
+    names = {word.lstrip("+").partition("=")[0] for word in overrides}
+    if "experiment" in names:
+        return overrides
+    defaults = ["experiment=smoke"]
+    if tolerance is None and "batch.exact_micro_size" not in names:
+        defaults.append("batch.exact_micro_size=2")
+    return [*defaults, *overrides]
