@@ -68,6 +68,7 @@ class TokenDataModule(lightning.LightningDataModule):
         self.accumulation = accumulation
         self.seed = seed
         self.order_rule = order_rule
+        self.tokens_per_sample = block_size
         self.tokenizer = index.tokenizer  # in the form that `tokenizer_choice.from_dict` accepts
         self._saved = (0, 0)  # optimizer step of the checkpoint, and samples seen by then
         packing = packing or Stream()
