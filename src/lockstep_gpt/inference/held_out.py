@@ -17,8 +17,11 @@ from lockstep_gpt.distributed.strategies import auto
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.training import rank_output
 from lockstep_gpt.training.building import VALIDATION, counted_targets
 
+# Lightning also says that callbacks of training are absent.
+NOISE = [*rank_output.NOISE, r".*callbacks used to create the checkpoint.*"]
 LONGEST_WAIT = 1800.0  # seconds for another rank
 
 
@@ -38,16 +41,17 @@ def measured(
         split: `val` or `test`.
         content: a checkpoint of the module; None: it has its weights.
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     metrics = Metrics()
     targets = CountedTargets() if config.trains_gpt else None
     callbacks = [metrics] if targets is None else [targets, metrics]
-    trainer = trainer_for(config, callbacks, content, has_order=isinstance(data, TokenDataModule))
-    run = trainer.validate if split == "val" else trainer.test
     path = None if content is None else "checkpoint"  # which is already read
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")
-        warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")
+        for pattern in NOISE:
+            warnings.filterwarnings("ignore", pattern)
+        has_order = isinstance(data, TokenDataModule)
+        trainer = trainer_for(config, callbacks, content, has_order=has_order)
+        run = trainer.validate if split == "val" else trainer.test
         try:
             run(module, datamodule=data, ckpt_path=path, verbose=False)
         except MisconfigurationException as error:  # such as a split without a loader

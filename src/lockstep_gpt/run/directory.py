@@ -308,8 +308,14 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     decided = {
         name: value
         for name, value in flat(with_defaults(saved))
-        if (name in identity or name.startswith("module.")) and value is not None
+        if name in identity and value is not None
     }
+    # The arguments of a module are all decided: its optimizer has the restored rate, for example.
+    of_module = dict.fromkeys(name for name in current if name.startswith("module."))
+    of_module |= {
+        name: value for name, value in flat(with_defaults(saved)) if name.startswith("module.")
+    }
+    decided |= of_module
     differing = differences(decided, {name: current.get(name) for name in decided}, free=())
     if differing:
         remedy = "use the same, or set resume_force=true"

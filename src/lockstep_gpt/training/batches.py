@@ -48,12 +48,14 @@ def _own_data_module(
     if config.trains_gpt:
         known["block_size"] = config.model.block_size
         content = " whose batches are (tokens, targets)"
-    node = {"_target_": data._target_}
-    accepted = inspect.signature(target_of(node)).parameters
+    accepted = inspect.signature(target_of({"_target_": data._target_})).parameters
     of_sources = {item.name for item in fields(DataConfig)}  # an experiment may set some for these
-    for name, value in data.arguments.items():
-        if name in accepted or name not in of_sources:
-            node[name] = value
+    arguments = {
+        name: value
+        for name, value in data.arguments.items()
+        if name in accepted or name not in of_sources
+    }
+    node = {"_target_": data._target_, **arguments}
     module = build(node, {name: value for name, value in known.items() if name not in node})
     if not isinstance(module, LightningDataModule):
         raise UserError(

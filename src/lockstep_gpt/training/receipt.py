@@ -144,8 +144,9 @@ def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
     """Return the receipt's lines on the data and the windows."""
     if not isinstance(data, TokenDataModule):
         return {
-            "data": f"{type(data).__name__}, a data module of your own: its order, a resume in the "
-            "middle of an epoch, and equal results on any number of devices are up to its loaders"
+            "data": f"{type(data).__name__}, a data module of your own: order, resume in the "
+            "middle of an epoch, and equal results on any number of devices are promised for "
+            "lockstep's train_loader only"
         }
     lines = {
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
