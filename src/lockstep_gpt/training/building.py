@@ -203,7 +203,7 @@ def build_loggers(
     derived: dict[str, Any] = {
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
-        "parameters": parameters_of(model),
+        "parameters": parameters_of(model, is_gpt=config.trains_gpt),
         **git_state(Path(__file__).parent),
     }
     if batch.tokens_per_step:
@@ -244,9 +244,11 @@ def seconds_of_trackers(config: Config) -> float:
     return min(limits)
 
 
-def parameters_of(module: nn.Module) -> int:
-    """Return how many numbers are trained or fixed; a shared one counts once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def parameters_of(model: Any, *, is_gpt: bool) -> int:
+    """Return how many numbers are trained or fixed; a GPT knows which of them are padding."""
+    if is_gpt:
+        return int(model.num_parameters)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build_checkpoints(

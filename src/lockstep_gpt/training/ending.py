@@ -64,8 +64,8 @@ def write_summary(
 
 def _monitored_result(callbacks: list[Any]) -> str:
     """Return the last and the best value of the monitored metric; empty without a validation."""
-    saving = next(item for item in callbacks if isinstance(item, Checkpoints))
-    if math.isnan(saving.newest_value):
+    saving = next((item for item in callbacks if isinstance(item, Checkpoints)), None)
+    if saving is None or math.isnan(saving.newest_value):
         return ""
     best = saving.in_summary(0)["best_value"]
     text = f"{saving.monitor} {saving.newest_value:.4f}"

@@ -14,7 +14,8 @@ from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.run.callbacks.step import InReceipt
 from lockstep_gpt.settings import counted
 from lockstep_gpt.torch_patches import BatchNorm
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, ranks_text
+from lockstep_gpt.training.building import parameters_of
+from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_steps, ranks_text
 
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
@@ -22,7 +23,6 @@ RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "n
 def receipt_lines(
     config: Config,
     batch: BatchPlan,
-    steps: int,
     schedule: Schedule | None,
     epochs: float | None,
     facts: dict[str, str],
@@ -33,7 +33,6 @@ def receipt_lines(
     Args:
         config: of the run.
         batch: how a step's samples are spread.
-        steps: of the whole run.
         schedule: of the rate; None if the module decides it.
         epochs: passes over the data; None if the data module doesn't say.
         facts: lines that only the running rank knows.
@@ -57,7 +56,7 @@ def receipt_lines(
             accelerator=config.trainer["accelerator"],
         ),
         **details,
-        "budget": _steps(steps, batch) + _in_epochs(epochs),
+        "budget": _steps(plan_steps(config, batch), batch) + _in_epochs(epochs),
     }
     if schedule is None:
         return lines
@@ -132,21 +131,22 @@ def facts(
 
 def module_line(config: Config, module: nn.Module) -> dict[str, str]:
     """Return the receipt's line on what is trained."""
-    size = f"{sum(weight.numel() for weight in module.parameters()):,} parameters"
     if isinstance(module, LightningModule):
-        return {"module": f"{config.module['_target_']}, {size}"}
+        size = parameters_of(module, is_gpt=False)
+        return {"module": f"{config.module['_target_']}, {size:,} parameters"}
     model: Any = module
-    context = f"context of {config.model.block_size}"
-    return {"model": f"{size}, vocabulary of {model.vocab_size:,} tokens, {context}"}
+    return {
+        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
+        f"tokens, context of {config.model.block_size}"
+    }
 
 
 def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
     """Return the receipt's lines on the data and the windows."""
     if not isinstance(data, TokenDataModule):
         return {
-            "data": f"{type(data).__name__}, a data module of your own: order, resume in the "
-            "middle of an epoch, and equal results on any number of devices are promised for "
-            "lockstep's train_loader only"
+            "data": f"{type(data).__name__}, a data module of your own: order, resume, and equal "
+            "results on any number of devices are promised for `train_loader` only"
         }
     lines = {
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "

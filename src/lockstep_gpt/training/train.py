@@ -29,7 +29,6 @@ from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model import cpu_kernels
-from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
@@ -104,7 +103,6 @@ class Training:
     config: Config
     rank: int
     batch: BatchPlan
-    steps: int  # of the whole run
     schedule: Schedule | None  # of the GPT's rate; another module decides its own
     data: LightningDataModule
     tokenizer: Tokenizer | None  # of the GPT
@@ -168,7 +166,8 @@ def assemble(
     data = build_data(config, batch)
     batch = with_tokens(batch, data)
     module, schedule, tokenizer = module_of(config, batch, data)
-    model = module.model if isinstance(module, GPTModule) else module
+    gpt = module.model if isinstance(module, GPTModule) else None
+    model = module if gpt is None else gpt
 
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
@@ -180,7 +179,7 @@ def assemble(
     disk.refuse_unfit = unfit = RefuseUnfit(as_values(config), is_ours, config.resume_force)
 
     # What watches and keeps the run, and the Trainer.
-    metrics = build_metrics(config, batch, model if isinstance(model, GPT) else None)
+    metrics = build_metrics(config, batch, gpt)
     metrics_file = MetricsFile(directory.metrics, columns_of(batch))
     checkpoints = build_checkpoints(directory, config, batch, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
@@ -209,7 +208,6 @@ def assemble(
         config,
         ranks.rank,
         batch,
-        steps,
         schedule,
         data,
         tokenizer,
@@ -347,7 +345,8 @@ def announce(training: Training) -> None:
     """Print the receipt, and warn of settings that will not have the intended effect."""
     config = training.config
     schedule = training.schedule
-    epochs = epochs_of(training.data, training.steps * training.batch.global_size)
+    steps = training.trainer.max_steps
+    epochs = epochs_of(training.data, steps * training.batch.global_size)
     advise(config, epochs)
     module: nn.Module = training.module
     computed_by = ""
@@ -359,7 +358,7 @@ def announce(training: Training) -> None:
         details = {"attention": attention_line(config), **details}
     facts = receipt.facts(config, module, training.data, training.trainer, computed_by)
     batch = training.batch
-    lines = receipt.receipt_lines(config, batch, training.steps, schedule, epochs, facts, details)
+    lines = receipt.receipt_lines(config, batch, schedule, epochs, facts, details)
     logger.info("%s", receipt.as_text(lines))
     if schedule is not None:
         warn_of_sudden_rate(schedule)
