@@ -64,7 +64,8 @@ class Metrics(StepCallback):
 
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
-        self.row = {name: float(earlier[name]) for name in COLUMNS if name in earlier}
+        names = [name for name in COLUMNS if name in earlier and name not in self._absent]
+        self.row = {name: float(earlier[name]) for name in names}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
