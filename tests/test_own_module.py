@@ -108,7 +108,7 @@ class Data(lightning.LightningDataModule):
 
 class KillOnce(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
-        note = pathlib.Path("killed")
+        note = pathlib.Path("killed-once")
         if trainer.global_step == 14 and trainer.is_global_zero and not note.exists():
             note.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_a_kill_changes_nothing_if_the_run_continues_where_an_epoch_begins(train
     train(*two, "run_dir=whole")
     killer = "+callbacks.killer._target_=mine.KillOnce"
     train(*two, killer, "checkpoint.memory=10", "run_dir=killed")
-    assert (train.folder / "killed").exists()
+    assert (train.folder / "killed-once").exists()
     log = (train.folder / "killed/train.log").read_text()
     assert "continues from step 10, kept in memory" in log
     whole, killed = train.summary("whole"), train.summary("killed")

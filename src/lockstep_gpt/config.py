@@ -112,9 +112,11 @@ class Config(Checked):
     def _check_module(self) -> None:
         """Check what depends on whether the GPT is trained, or a module of the user's."""
         _refuse_without_class("module", self.module)
+        if self.trains_gpt:
+            return
         target = self.module["_target_"]
         rule = f"compiles the GPT only; let configure_model of {target} compile, and set false"
-        check("compile", self.compile, self.trains_gpt or not self.compile, rule)
+        check("compile", self.compile, not self.compile, rule)
         if self.max_tokens is not None and self.tokens_per_sample is None:
             self.refuse("max_tokens", f"counts tokens, and {target} isn't the GPT; set max_steps")
 

@@ -57,7 +57,10 @@ def ends(copy, command, python_of_forks):
 
     def words_of(line):
         """Return the words of a line; a data module of one's own has no folder of tokens."""
-        root = "" if "data=counting" in line else f" data.root={command.data_root}"
+        if line.startswith("evaluate"):
+            return shlex.split(line)
+        is_own = "data=counting" in line or "data=circle" in line
+        root = "" if is_own else f" data.root={command.data_root}"
         return shlex.split(line + alone + root)
 
     def run(lines):
@@ -73,9 +76,11 @@ def ends(copy, command, python_of_forks):
 
 @pytest.mark.slow
 def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
-    assert (len(FILES), len(OF_FILES)) == (13, 11)
+    assert (len(FILES), len(OF_FILES)) == (16, 14)
     for place, content in FILES:
-        (copy / place).write_text(content, encoding="utf-8")
+        is_here = "/" not in place  # in the reader's current folder
+        (copy / place).parent.mkdir(exist_ok=True)
+        ((command.folder if is_here else copy) / place).write_text(content, encoding="utf-8")
     (command.folder / "books").mkdir()
     for name in ("one", "two"):
         (command.folder / f"books/{name}.txt").write_text(f"Book {name} has a few words. " * 99)
@@ -93,6 +98,9 @@ def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
         accuracies = [float(row["val/accuracy"]) for row in csv.DictReader(file) if row["val/loss"]]
     assert len(accuracies) == 2
     assert 0 < accuracies[-1] < 1
+    assert runs["circle"]["best_value"] > 0.5
+    sweeps = {path.parent for path in (command.folder / "runs").glob("*-sweep-*/*/summary.json")}
+    assert len(sweeps) == 2
     frozen = (command.folder / "runs/characters/config.yaml").read_text()
     assert "tokenizer: lockstep_gpt.data.characters.Characters" in frozen
     assert runs["counting"]["val_loss"] < 2.2  # of ln 10 = 2.3
