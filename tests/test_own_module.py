@@ -13,6 +13,7 @@ import torch
 from lockstep_gpt import cli
 from lockstep_gpt.config import GPT_MODULE, with_defaults
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.notebook import build, compose
 from lockstep_gpt.run.directory import refuse_another_identity
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -325,6 +326,21 @@ def test_layers_of_configure_model_are_sharded_as_it_says_and_resumed(train):
     train(*late, "max_steps=10")
     train.command("train", "run_dir=late", "resume=auto", "max_steps=20")
     assert train.summary("late")["status"] == "done"
+
+
+@quiet
+@pytest.mark.slow
+def test_a_notebook_trains_it_as_the_command_does(train, monkeypatch):
+    train("module.dropout=0", "run_dir=run")
+    (train.folder / "noted.py").write_text(MINE)
+    monkeypatch.chdir(train.folder)
+    targets = ("module._target_=noted.Module", "data._target_=noted.Data")
+    words = ("--config-dir", "conf", "module=mine", "data=mine", "trainer=cpu", "logger=none")
+    parts = build(compose(*words, *SHORT, *targets, "module.dropout=0"))
+    parts.trainer.fit(parts.module, parts.data)
+    weights = parts.module.state_dict()
+    for name, weight in weights_of(train.folder / "run").items():
+        assert torch.equal(weights[name], weight)
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def columns_of(batch: BatchPlan) -> list[str]:
 
 def known_to_callbacks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return values for callbacks of the user that have such arguments."""
-    known: dict[str, Any] = {"seed": config.seed, "monitor": config.checkpoint.monitor}
+    known: dict[str, Any] = {"seed": config.seed, "monitored": config.checkpoint.monitor}
     return known if tokenizer is None else {**known, "tokenizer": tokenizer}
 
 

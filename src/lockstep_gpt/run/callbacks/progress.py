@@ -20,12 +20,12 @@ class Progress(StepCallback):
 
     Args:
         line_seconds: without a terminal, it prints lines at least so far apart.
-        monitor: the metric that it prints after each validation.
+        monitored: the metric that it prints after each validation.
     """
 
-    def __init__(self, line_seconds: float = 5.0, monitor: str = "val/loss") -> None:
+    def __init__(self, line_seconds: float = 5.0, monitored: str = "val/loss") -> None:
         self.line_seconds = line_seconds
-        self.monitor = monitor
+        self.monitored = monitored
         self._bar: tqdm[Any] | None = None
         self._start_step = 0
         self._start_time = 0.0
@@ -58,11 +58,11 @@ class Progress(StepCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the monitored metric on a permanent line."""
-        value = trainer.callback_metrics.get(self.monitor)
+        value = trainer.callback_metrics.get(self.monitored)
         if trainer.is_global_zero and value is not None:
             total = trainer.max_steps
             step = f"step {trainer.global_step:{len(str(total))}}/{total}"
-            logger.info("%s  %s %.4f", step, as_column(self.monitor), value)
+            logger.info("%s  %s %.4f", step, as_column(self.monitored), value)
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Leave the bar on the screen, and the next line free for an error."""
