@@ -36,7 +36,7 @@ from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 OPEN_GROUPS = ("module", "trainer", "strategy", "callbacks", "logger")  # arguments of classes
-GPT_MODULE = "lockstep_gpt.training.module.GPTModule"  # `module._target_` of module=gpt
+GPT_MODULE = f"{__package__}.training.module.GPTModule"  # `module._target_` of module=gpt
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true", "auto")
 
 if TYPE_CHECKING:

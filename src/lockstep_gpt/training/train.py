@@ -203,20 +203,8 @@ def assemble(
         use_distributed_sampler=not is_ours,
     )
     memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
-    return Training(
-        directory,
-        config,
-        ranks.rank,
-        batch,
-        schedule,
-        data,
-        tokenizer,
-        module,
-        resume,
-        metrics,
-        metrics_file,
-        trainer,
-    )
+    made = (batch, schedule, data, tokenizer, module, resume)
+    return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer)
 
 
 def module_of(
