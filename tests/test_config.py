@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt import extras
 from lockstep_gpt.config import (
+    GPT_MODULE,
     LEVELS,
     PRECISIONS,
     Config,
@@ -113,10 +114,11 @@ def test_an_extra_adds_a_group_of_settings(added):
 
 def test_an_extra_s_settings_are_frozen_only_if_they_differ_from_the_defaults(added):
     added("one")
-    values = {"seed": 1, "one": {"size": 1, "place": None}}
+    gpt = {"module": {"_target_": GPT_MODULE}}  # as every run of an earlier version
+    values = {"seed": 1, "one": {"size": 1, "place": None}, **gpt}
     assert without_defaults(values) == {"seed": 1}
     assert with_defaults({"seed": 1}) == values
-    changed = {"seed": 1, "one": {"size": 2, "place": None}}
+    changed = {"seed": 1, "one": {"size": 2, "place": None}, "module": {"_target_": "mine.M"}}
     assert without_defaults(changed) == with_defaults(changed) == changed
 
 

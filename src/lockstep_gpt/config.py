@@ -1,8 +1,8 @@
 """The settings of the whole run; each group's own are beside its code, in `*_settings.py`.
 
 Hydra merges the YAML files and the command line into these dataclasses, so an error names the
-setting that is misspelled or has the wrong type. `trainer`, `strategy`, `callbacks`, and `logger`
-are Lightning's, so any name is allowed there. This module never imports torch.
+setting that is misspelled or has the wrong type. `module`, `trainer`, `strategy`, `callbacks`, and
+`logger` have the arguments of classes, so any name is allowed there. Nothing here imports torch.
 """
 
 import functools
@@ -35,7 +35,8 @@ from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
-OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own settings
+OPEN_GROUPS = ("module", "trainer", "strategy", "callbacks", "logger")  # arguments of classes
+GPT_MODULE = f"{__package__}.training.module.GPTModule"  # `module._target_` of module=gpt
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true", "auto")
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Config(Checked):
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)
     verbosity: str = setting("what the terminal shows", "normal", choices=tuple(LEVELS))
+    module: dict[str, Any] = field(default_factory=lambda: {"_target_": GPT_MODULE})
     batch: BatchConfig = MISSING
     model: ModelConfig = MISSING
     data: AnyData = MISSING
@@ -103,8 +105,32 @@ class Config(Checked):
         is_path = self.resume not in ("True", "False", "")
         rule = "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto"
         check("resume", self.resume.lower(), is_path, rule)
-        check_trainer(self.trainer)
+        self._check_module()
+        check_trainer(self.trainer, clips_itself=not self.trains_gpt)
         check_strategy(self.strategy)
+
+    def _check_module(self) -> None:
+        """Check what depends on whether the GPT is trained, or a module of the user's."""
+        _refuse_without_class("module", self.module)
+        if self.trains_gpt:
+            return
+        target = self.module["_target_"]
+        rule = f"compiles the GPT only; let configure_model of {target} compile, and set false"
+        check("compile", self.compile, not self.compile, rule)
+        if self.max_tokens is not None and self.tokens_per_sample is None:
+            self.refuse("max_tokens", f"counts tokens, and {target} isn't the GPT; set max_steps")
+
+    @property
+    def trains_gpt(self) -> bool:
+        """Whether the run trains this project's GPT, and not a module of the user's."""
+        return bool(self.module["_target_"] == GPT_MODULE)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of a sample; None: samples of the user's data, which need not have tokens."""
+        if self.trains_gpt or not isinstance(self.data, DataModuleConfig):
+            return self.model.block_size
+        return None
 
     @property
     def tensor_parallel(self) -> int:
@@ -135,6 +161,8 @@ def _refuse_without_class(path: str, node: Any) -> None:
     """
     if isinstance(node, dict) and "_target_" in node:
         return
+    if path == "module":
+        raise UserError("module has no _target_, which names its class; set module._target_")
     if str(node).lower() in ("false", "off", "no", "none"):
         raise UserError(f"{path}={node} is not a class; to leave it out, set {path}=null")
     group, _, name = path.partition(".")
@@ -224,36 +252,41 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
 def as_values(config: Config) -> dict[str, Any]:
     """Return a configuration as plain values, which `from_container` reads.
 
-    As in a frozen file, groups of extras that have their default values are left out.
+    As in a frozen file, groups of extras that have their default values are left out, and the
+    arguments of a data module are beside its `_target_`.
     """
     values = asdict(config)
+    if isinstance(config.data, DataModuleConfig):
+        values["data"] = config.data.as_values()
     of_extras = values.pop("of_extras")
     return without_defaults({**values, **of_extras})
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return frozen `values` with the groups of extras that `without_defaults` left out."""
-    return {**_defaults_of_extras(), **values}
+    """Return frozen `values` with the groups that `without_defaults` left out."""
+    return {**_defaults(), **values}
 
 
 def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` to freeze without the groups of extras that have their default values.
 
-    A project without these extras can then continue the run.
+    A project without these extras can then continue the run. `module` is left out for the GPT: an
+    earlier version, which had no other module, can read the file.
     """
     changed = dict(values)
-    for group, defaults in _defaults_of_extras().items():
+    for group, defaults in _defaults().items():
         if changed.get(group) == defaults:
             del changed[group]
     return changed
 
 
-def _defaults_of_extras() -> dict[str, Any]:
-    """Return the default values of each group that an extra adds."""
-    return {
+def _defaults() -> dict[str, Any]:
+    """Return the default values of each group that an extra adds, and of `module`."""
+    of_extras = {
         group: OmegaConf.to_container(OmegaConf.structured(settings))
         for group, settings in settings_classes().items()
     }
+    return {"module": {"_target_": GPT_MODULE}, **of_extras}
 
 
 def _refuse_absent_groups(values: dict[str, Any], file: Path | None) -> None:

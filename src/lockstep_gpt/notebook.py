@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning import Callback, LightningDataModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import DictConfig
 
@@ -36,19 +36,17 @@ from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.training import ending, kernels, train
-from lockstep_gpt.training.batches import build_data, tokenizer_of
+from lockstep_gpt.training.batches import build_data, with_tokens
 from lockstep_gpt.training.building import (
     beginning,
     build_metrics,
-    build_module,
     build_trainer,
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
-from lockstep_gpt.training.sample import prompt_from
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_steps
 from lockstep_gpt.training.train import Training
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ SEVERAL_RANKS = "from lockstep_gpt import cli; cli.main(['train', ...])"
 class Parts(NamedTuple):
     """What Lightning trains with."""
 
-    module: GPTModule
+    module: LightningModule
     data: LightningDataModule
     trainer: Trainer
 
@@ -85,6 +83,7 @@ def compose(*overrides: str) -> DictConfig:
             raise UserError(f"compose({words}) {rule}")
         config = composed[0]
         _, checked = _checked(config, *overrides)
+        checks.refuse_settings_of_gpt(checked, [*overrides])
         _batch(checked, _one_rank(checked))  # may refuse it
     return config
 
@@ -143,7 +142,8 @@ def _one_rank(config: Config) -> Placement:
 
 
 def _batch(config: Config, placement: Placement) -> BatchPlan:
-    return plan_batch(config.batch, config.model.block_size, placement.devices, placement.nodes)
+    tokens = config.tokens_per_sample or 0
+    return plan_batch(config.batch, tokens, placement.devices, placement.nodes)
 
 
 def _without_directory(values: dict[str, Any]) -> Parts:
@@ -151,27 +151,30 @@ def _without_directory(values: dict[str, Any]) -> Parts:
     with log_to_stdout():
         values["data"]["fingerprint"] = prepare_data(from_container(values))
     config = from_container(values)
-    config = kernels.decided(config)
-    kernels.use(config)
+    if config.trains_gpt:
+        config = kernels.decided(config)
+        kernels.use(config)
     torch.manual_seed(config.seed)
     ranks = Ranks()
     batch = train.batch_of(config, ranks)
-    schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
-    tokenizer = tokenizer_of(data)
-    module = build_module(config, schedule, tokenizer)
-    load_initial_weights(module.model, tokenizer)
-    metrics = build_metrics(config, batch, module.model)
+    batch = with_tokens(batch, data)
+    module, _, tokenizer = train.module_of(config, batch, data)
+    model = None
+    if isinstance(module, GPTModule) and tokenizer is not None:
+        model = module.model
+        load_initial_weights(model, tokenizer)
+    metrics = build_metrics(config, batch, model)
     trainer = build_trainer(
         config,
         ranks,
         batch,
-        {"tokenizer": tokenizer, "seed": config.seed},
+        train.known_to_callbacks(config, tokenizer),
         first=beginning(config, metrics, data),
         last=[*updating(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],
-        max_steps=schedule.total_steps,
+        max_steps=plan_steps(config, batch),
         use_distributed_sampler=not isinstance(data, TokenDataModule),
         enable_checkpointing=False,
     )
@@ -256,10 +259,7 @@ class AroundFit(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the summary, and print what is next."""
         self._conclude(ending.status_of(trainer), saved=True)
-        row = self.training.metrics.row
-        prompt = prompt_from(self.training.data, self.training.tokenizer)
-        lines = ending.last_lines(self.training.directory, trainer, row, self.started, prompt)
-        logger.info("%s", lines)
+        logger.info("%s", train.last_lines(self.training, self.started))
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Close the log, and unlock the run directory."""

@@ -115,6 +115,11 @@ def as_typed(value: Any) -> str:
     return str(value)
 
 
+def as_column(metric: str) -> str:
+    """Return a metric's name as in a table or a summary: `val/loss` is `val_loss`."""
+    return metric.replace("/", "_")
+
+
 def counted(count: int, unit: str, plural: str = "s") -> str:
     """Return a count with its unit: `1 step`, `2,000 steps`."""
     ending = "" if count == 1 else plural

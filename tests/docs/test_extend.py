@@ -29,6 +29,29 @@ from lockstep_gpt import cli
 print("=", *[cli.main(words) for words in json.loads(sys.argv[1])])
 """
 
+# The reader's own classes.
+MINE = """
+import lightning, torch
+from torch import nn
+class Module(lightning.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.net, self.lr = nn.Linear(4, 2), lr
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch), (batch.sum(1) > 0).long())
+    def validation_step(self, batch, batch_idx):
+        self.log("val/acc", (self.net(batch).argmax(1) == (batch.sum(1) > 0)).float().mean())
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), self.lr)
+class Data(lightning.LightningDataModule):
+    def __init__(self, micro_size):
+        super().__init__()
+        self.micro_size = micro_size
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(512, 4), self.micro_size)
+    val_dataloader = train_dataloader
+"""
+
 
 def changed(text, difference):
     """Apply a diff to a text; return it as it is if it has the change, None if that can't fit."""
@@ -57,7 +80,10 @@ def ends(copy, command, python_of_forks):
 
     def words_of(line):
         """Return the words of a line; a data module of one's own has no folder of tokens."""
-        root = "" if "data=counting" in line else f" data.root={command.data_root}"
+        if line.startswith("evaluate"):
+            return shlex.split(line)
+        is_own = "data=counting" in line or "data=mine" in line
+        root = "" if is_own else f" data.root={command.data_root}"
         return shlex.split(line + alone + root)
 
     def run(lines):
@@ -73,7 +99,8 @@ def ends(copy, command, python_of_forks):
 
 @pytest.mark.slow
 def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
-    assert (len(FILES), len(OF_FILES)) == (13, 11)
+    assert (len(FILES), len(OF_FILES)) == (15, 12)
+    (command.folder / "mine.py").write_text(MINE)
     for place, content in FILES:
         (copy / place).write_text(content, encoding="utf-8")
     (command.folder / "books").mkdir()
@@ -93,6 +120,8 @@ def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
         accuracies = [float(row["val/accuracy"]) for row in csv.DictReader(file) if row["val/loss"]]
     assert len(accuracies) == 2
     assert 0 < accuracies[-1] < 1
+    assert runs["mine"]["monitor"] == "val/acc"
+    assert 0 <= runs["mine"]["best_value"] <= 1
     frozen = (command.folder / "runs/characters/config.yaml").read_text()
     assert "tokenizer: lockstep_gpt.data.characters.Characters" in frozen
     assert runs["counting"]["val_loss"] < 2.2  # of ln 10 = 2.3

@@ -72,9 +72,9 @@ def test_the_loss_is_the_mean_over_every_whole_window(small_run, batch_size):
     model, config, _ = model_of(small_run)
     loss, count = mean_by_hand(model, open_split(prepare(config.data), "val"))
     result = evaluate(model, config, batch_size)
-    assert result["loss"] == pytest.approx(loss, rel=1e-6)
+    assert result["val/loss"] == pytest.approx(loss, rel=1e-6)
     assert result["tokens"] == count == 1984
-    assert result["perplexity"] == math.exp(result["loss"])
+    assert result["val/perplexity"] == math.exp(result["val/loss"])
 
 
 def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
@@ -82,7 +82,7 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
     result = evaluate(*model_of(text_run)[:2], 64)
     split = load_index(folder).splits["val"]
     assert result["tokens"] == (split.tokens - 1) // T * T > T
-    bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)
+    bits = result["val/loss"] * split.tokens / (math.log(2) * split.text_bytes)
     assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
@@ -93,7 +93,7 @@ def test_packed_windows_have_each_held_out_target_and_bits_per_byte(small_run):
     result = evaluate(model, config, 64)
     split = load_index(prepare(config.data)).splits["val"]
     assert result["tokens"] == split.tokens - 1
-    bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)
+    bits = result["val/loss"] * split.tokens / (math.log(2) * split.text_bytes)
     assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
@@ -104,8 +104,8 @@ def test_the_screen_and_the_line_for_programs_say_the_same(small_run, capsys):
     screen = capsys.readouterr().out
     assert result["checkpoint"].endswith("step=000001.ckpt")
     assert f"on {result['tokens']:,} tokens of validation" in screen
-    assert f"loss          {result['loss']:.4f}" in screen
-    assert f"perplexity    {result['perplexity']:.4f}" in screen
+    assert f"{'val/loss':<16}{result['val/loss']:.4f}" in screen
+    assert f"val/perplexity  {result['val/perplexity']:.4f}" in screen
 
 
 def test_a_corrupt_checkpoint_is_rejected(small_run, tmp_path):
@@ -130,5 +130,5 @@ def test_evaluate_gives_the_loss_of_all_that_was_held_out(finished, monkeypatch,
     monkeypatch.chdir(command.folder)
     assert cli.main(["evaluate", "runs/first", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["loss"] == pytest.approx(command.summary("runs/first")["val_loss"], abs=0.3)
-    assert result["bits_per_byte"] == pytest.approx(result["loss"] / 0.6931472, rel=0.01)
+    assert result["val/loss"] == pytest.approx(command.summary("runs/first")["val_loss"], abs=0.3)
+    assert result["bits_per_byte"] == pytest.approx(result["val/loss"] / 0.6931472, rel=0.01)

@@ -84,7 +84,7 @@ def test_the_test_loss_of_a_run_is_that_of_its_whole_test_split(tested, capsys):
     assert cli.main(["evaluate", str(tested), "--split", "test", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     summary = json.loads((tested / "summary.json").read_text())
-    assert result["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
+    assert result["test/loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     assert result["tokens"] % 32 == 0
     assert result["tokens"] > 0
 
@@ -100,7 +100,7 @@ def test_ranks_of_torchrun_evaluate_together_and_the_first_prints(tested, python
     (line,) = ended.stdout.splitlines()
     together = json.loads(line)
     assert together["tokens"] == alone["tokens"]
-    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert together["test/loss"] == pytest.approx(alone["test/loss"], rel=1e-6)
 
 
 def test_a_run_without_a_test_split_says_how_to_get_one(finished, monkeypatch, capsys):

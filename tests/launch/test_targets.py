@@ -22,7 +22,7 @@ HIDING = {
 
 def check(node):
     """Check a callback's settings."""
-    empty = {"logger": {}, "strategy": {}, "trainer": {}}
+    empty = {"logger": {}, "strategy": {}, "trainer": {}, "module": {}}
     none = SimpleNamespace(_target_="")
     refuse_missing(SimpleNamespace(callbacks={"mine": node}, data=none, packing=none, **empty))
 

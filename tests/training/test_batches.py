@@ -63,6 +63,21 @@ def test_a_data_module_gets_its_arguments_and_the_sizes_that_it_accepts(composed
     assert module.given == (5, config.model.block_size, 7)
 
 
+class Rooted(lightning.LightningDataModule):
+    def __init__(self, root="nowhere", batch=None):
+        super().__init__()
+        self.given = (root, batch)
+
+
+def test_an_argument_may_have_the_name_of_a_setting_of_our_sources(composed):
+    values = {"_target_": f"{__name__}.Rooted", "root": "here", "val_tokens": 9}
+    config = composed("experiment=smoke")
+    config.data = DataModuleConfig(**DataModuleConfig.values_of(values))
+    module = build_data(config, PLAN)  # without `val_tokens`, which an experiment has set for text
+    assert module.given == ("here", PLAN)
+    assert config.data.as_values() == {**values, "fingerprint": None}
+
+
 def test_an_argument_of_the_user_s_comes_before_ours(composed):
     module = build_data(own(composed("experiment=smoke"), rows=5, block_size=3), PLAN)
     assert module.given[1] == 3

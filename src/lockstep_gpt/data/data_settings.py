@@ -1,7 +1,7 @@
 """Settings that all data share, and the class of each choice of `data`."""
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -56,11 +56,18 @@ class DataModuleConfig(DataConfig):
 
     @classmethod
     def values_of(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return frozen `values` of `data` with the arguments apart."""
-        known = {item.name for item in fields(cls)}
+        """Return frozen `values` of `data` with the arguments apart.
+
+        Names of our sources' settings, such as `root`, are arguments here like any other.
+        """
+        known = {"_target_", "fingerprint", "arguments"}
         others = {name: value for name, value in values.items() if name not in known}
         ours = {name: value for name, value in values.items() if name in known}
         return {**ours, "arguments": {**ours.get("arguments", {}), **others}}
+
+    def as_values(self) -> dict[str, Any]:
+        """Return plain values, as in a frozen file."""
+        return {"_target_": self._target_, "fingerprint": self.fingerprint, **self.arguments}
 
 
 def data_class(target: Any) -> type[DataConfig]:

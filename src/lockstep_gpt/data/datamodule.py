@@ -63,6 +63,7 @@ class TokenDataModule(lightning.LightningDataModule):
         self.micro_size = micro_size
         self.seed = seed
         self.make_order = make_order
+        self.tokens_per_sample = block_size
         self.tokenizer = index.tokenizer  # in the form that `tokenizer_choice.from_dict` accepts
         self._saved = {"step": 0, "samples": 0}  # of a checkpoint
         packing = packing or Stream()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,6 +36,7 @@ from lockstep_gpt.distributed.sharded_states import (
 )
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.torch_patches import limit_waits
 
@@ -126,6 +128,18 @@ class ShardedStrategy(MeanOfCounts, ModelParallelStrategy):
         super().setup_environment()
         for group in self.device_mesh.get_all_groups():
             limit_waits(group, self._longest_wait)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Refuse a module of which nothing is sharded: each rank would train all by itself."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        if not any(isinstance(weight, DTensor) for weight in module.parameters()):
+            raise UserError(
+                f"strategy=fsdp2 shards what `configure_model` of {type(module).__name__} gives to "
+                "`lockstep_gpt.distributed.strategies.place`, which is nothing; write "
+                "`place(self.net, self.trainer.strategy)` there, or set strategy=ddp"
+            )
+        super().setup(trainer)
 
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.

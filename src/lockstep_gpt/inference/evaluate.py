@@ -1,22 +1,33 @@
-"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on held-out text, or on any text."""
+"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the metrics of held-out data, or the loss of any text."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.sources.files import find_files
 from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.trained_model import load_named_model, parser_of
+from lockstep_gpt.run import trust
+from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.training.trained_model import (
+    config_of,
+    model_of,
+    parser_of,
+    with_newest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,49 +35,76 @@ if TYPE_CHECKING:
     from lockstep_gpt.data.datamodule import TokenDataModule
     from lockstep_gpt.data.windows import Batch
     from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.training.schedule import BatchPlan
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
+SAMPLES = 32  # of the GPT at a time
+SPLITS = {"val": "validation", "test": "the test split"}
 
 
 def main(arguments: list[str]) -> int:
-    """Print loss, perplexity and, for text, bits per byte.
+    """Print what validation or test steps log; of the GPT, also how well it compresses text.
 
     Started by torchrun, each rank evaluates its part, and rank 0 prints.
     """
-    parser = parser_of("evaluate", "Measure loss and perplexity on held-out text, or any text.")
+    parser = parser_of("evaluate", "Measure a trained module on held-out data, or on any text.")
     add = parser.add_argument
-    add("--split", choices=("val", "test"), default="val", help="of the run's data (default: val)")
+    add("--split", choices=(*SPLITS,), default="val", help="of the run's data (default: val)")
     add("--data", help="text instead: a file, a folder, a glob, or a URL")
-    add("--batch-size", type=int, default=32, help="samples at a time (default: 32)")
+    size = f"samples at a time (default: {SAMPLES}; of a module of your own: as in training)"
+    add("--batch-size", type=int, help=size)
+    add("--trust", action="store_true", help="use classes that only the run's configuration names")
     add("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args(arguments)
-    if options.batch_size < 1:
-        raise UserError(f"--batch-size={options.batch_size} must be at least 1")
-    checkpoint, model, config, tokenizer = load_named_model(options.source)
+    batch_size = options.batch_size
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"--batch-size={batch_size} must be at least 1")
+    checkpoint, content = with_newest(options.source, lambda path: (path, read_checkpoint(path)))
+    config = config_of(checkpoint, content)
+    _refuse_foreign(checkpoint, content, config, options.trust)
     import torch  # late, so that mistakes are reported at once
 
-    device = _join_ranks()
-    model = model.to(device)
-    with torch.inference_mode():
+    if config.trains_gpt or options.data is not None:
+        model, config, tokenizer = model_of(checkpoint, content, config)
+        device = _join_ranks()
         if options.data is None:
-            result = evaluate(model, config, options.batch_size, options.split)
-            text = {"val": "validation", "test": "the test split"}[options.split]
+            result = evaluate(model, config, batch_size or SAMPLES, options.split)
         else:
-            result = evaluate_text(model, tokenizer, options.data, options.batch_size)
-            text = options.data
+            model = model.to(device)
+            with torch.inference_mode():
+                result = evaluate_text(model, tokenizer, options.data, batch_size or SAMPLES)
+    else:
+        _join_ranks()
+        result = evaluate_module(checkpoint, content, config, batch_size, options.split)
     if torch.distributed.is_initialized():
         is_first = torch.distributed.get_rank() == 0
         torch.distributed.destroy_process_group()
         if not is_first:
             return 0
-    if options.json:
-        print(json.dumps({"checkpoint": str(checkpoint), **result}))
-        return 0
-    print(f"{checkpoint} on {result['tokens']:,} tokens of {text}")
-    for name in ("loss", "perplexity", "bits_per_byte"):
-        if name in result:
-            print(f"  {name:<14}{result[name]:.4f}")
+    _print(checkpoint, result, options.data or SPLITS[options.split], as_json=options.json)
     return 0
+
+
+def _print(checkpoint: Path, result: dict[str, Any], place: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"checkpoint": str(checkpoint), **result}))
+        return
+    tokens = f"{result['tokens']:,} tokens of " if "tokens" in result else ""
+    print(f"{checkpoint} on {tokens}{place}")
+    values = {name: value for name, value in result.items() if name != "tokens"}
+    width = max([14, *(len(name) + 2 for name in values)])
+    for name, value in values.items():
+        print(f"  {name:<{width}}{value:.4f}")
+
+
+def _refuse_foreign(
+    checkpoint: Path, content: dict[str, Any], config: Config, trusted: bool
+) -> None:
+    """Raise a `UserError` for classes of someone else, which evaluating would run."""
+    own_data = isinstance(config.data, DataModuleConfig)
+    if own_data or not config.trains_gpt:
+        file = f"{checkpoint}: its configuration"
+        trust.permit_values(content["config"], trusted, file, "--trust")
 
 
 def _join_ranks() -> torch.device:
@@ -91,50 +129,86 @@ def rank_and_world_size() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") -> dict[str, float]:
-    """Measure a model on a split of its run's data, which is prepared if it is missing.
+def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") -> dict[str, Any]:
+    """Measure a GPT on a split of its run's data, which is prepared if it is missing.
 
     Args:
-        model: on the device where it should run.
+        model: of the run.
         config: of the run; it names the data and the length of a window.
         batch_size: windows at a time; with several ranks, on each.
         split: `val` or `test`.
 
     Returns:
-        means over all windows: `loss` in nats per token, `perplexity`, and, if the split is text
-        whose tokens are all targets, `bits_per_byte`; and the number of targets, `tokens`.
+        what the module logs, over all windows: `val/loss` in nats per token, and `val/perplexity`,
+        or `test/...`; the number of targets, `tokens`; and, if the split is text whose tokens are
+        all targets, `bits_per_byte`.
 
     Raises:
         UserError: the data can't be prepared, or it has no such split.
     """
-    from lockstep_gpt.data.data_place import DataPlace
     from lockstep_gpt.data.datamodule import TokenDataModule
-    from lockstep_gpt.data.loaders import eval_places
-    from lockstep_gpt.data.reading import BatchReader
-    from lockstep_gpt.data.windows import move_to_device
+    from lockstep_gpt.inference.held_out import measured
+    from lockstep_gpt.training.batches import build_data
+    from lockstep_gpt.training.building import make_optimizer
+    from lockstep_gpt.training.module import GPTModule
 
-    folder = prepare(config.data)
-    index = shards.load_index(folder)
-    data = TokenDataModule(
-        folder,
-        block_size=config.model.block_size,
-        micro_size=batch_size,
-        seed=config.seed,
-        packing=packing_of(config.packing._target_),
-    )
-    device = next(model.parameters()).device
-    windows = data.windows_of(split)
-    place = DataPlace(*rank_and_world_size())
-    places = eval_places(len(windows), batch_size, place, is_padded=True, is_exact=False)
-    reader = BatchReader(windows, 0, windows.collate, windows.pad)
-    batches = (windows.widen(move_to_device(reader.__getitems__(at), device)) for at in places)
-    result = _measure(model, batches, len(places))
+    if not isinstance(config.data, DataModuleConfig):
+        fingerprint = shards.load_index(prepare(config.data)).fingerprint
+        whole = replace(config.data, val_tokens=None, fingerprint=fingerprint)
+        config = replace(config, data=whole)
+    data = build_data(config, _batch_of(config, batch_size))
+    make = partial(make_optimizer, config=config, lr=config.optim.lr)
+    module = GPTModule(model, make, lambda _step: 1.0)
+    result = measured(module, data, config, split)
+    if not isinstance(data, TokenDataModule):
+        return result
+    index = shards.load_index(data.folder)
     text_bytes = index.splits[split].text_bytes
     # The number of bytes is known only for all tokens together.
     if text_bytes and result["tokens"] in _counts_of_all_targets(data, index, split):
         tokens_per_byte = index.splits[split].tokens / text_bytes
-        result["bits_per_byte"] = result["loss"] / math.log(2) * tokens_per_byte
+        result["bits_per_byte"] = result[f"{split}/loss"] / math.log(2) * tokens_per_byte
     return result
+
+
+def evaluate_module(
+    checkpoint: Path, content: dict[str, Any], config: Config, batch_size: int | None, split: str
+) -> dict[str, Any]:
+    """Measure a module of the user's on its run's data; return all metrics that it logs.
+
+    Args:
+        checkpoint: its path; a run's own configuration is next to its folder.
+        content: of the checkpoint.
+        config: of the run, as far as the checkpoint says.
+        batch_size: samples at a time, on each rank; None: as in training.
+        split: `val` or `test`.
+    """
+    from lockstep_gpt.inference.held_out import measured
+    from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
+    from lockstep_gpt.training.batches import build_data
+    from lockstep_gpt.training.building import build_own_module
+
+    run = RunDirectory(checkpoint.parent.parent)
+    if run.config.is_file():  # its references to the environment are resolved
+        config = run.load()
+    data = build_data(config, _batch_of(config, batch_size))
+    module = build_own_module(config)
+    weights = content["state_dict"]
+    names = [name for name, _ in module.named_parameters() if name in weights]
+    refuse_broken_weights(((name, weights[name]) for name in names), f"checkpoint {checkpoint}")
+    return measured(module, data, config, split, content)
+
+
+def _batch_of(config: Config, batch_size: int | None) -> BatchPlan:
+    """Return how the ranks that are here share samples, without accumulation."""
+    from lockstep_gpt.distributed.ranks import Ranks
+    from lockstep_gpt.training.schedule import BatchPlan
+
+    ranks = Ranks.from_environment()
+    share = (config.batch.global_size or 1) // ranks.world_size
+    size = batch_size or config.batch.micro_size or max(1, share)
+    tokens = config.tokens_per_sample or 0
+    return BatchPlan(size, ranks.local_world_size, ranks.num_nodes, 1, tokens)
 
 
 def _counts_of_all_targets(

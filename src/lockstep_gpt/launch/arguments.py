@@ -3,9 +3,12 @@
 import yaml
 
 from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
+from lockstep_gpt.training import trainer_settings
 
+CLIPPING = [f"trainer.{name}" for name in trainer_settings.CLIPPING]
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
@@ -27,7 +30,24 @@ def translate_arguments(words: list[str]) -> list[str]:
             _check_flag(word)
         else:
             _check_override(word)
-    return _settings_first(words)
+    return _settings_first([_added(word, words) for word in words])
+
+
+def _added(word: str, words: list[str]) -> str:
+    """Let Hydra accept an argument of the user's class that its YAML file doesn't list."""
+    group, dot, rest = word.partition(".")
+    is_argument = bool(dot) and "=" in rest
+    if is_argument and (group == "module" or word.partition("=")[0] in CLIPPING):
+        return f"++{word}"
+    if is_argument and group == "data" and _names_own_data(words):
+        return f"++{word}"
+    return word
+
+
+def _names_own_data(words: list[str]) -> bool:
+    """Return whether a choice of data is typed that isn't one of our sources."""
+    chosen = [word.partition("=")[2] for word in words if word.startswith("data=")]
+    return bool(chosen) and chosen[-1] not in data_choices()
 
 
 def _check_flag(word: str) -> None:

@@ -22,6 +22,8 @@ from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
 AUTO = "lockstep_gpt.distributed.strategies.auto"
 DDP = "lockstep_gpt.distributed.strategies.ddp"
 FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
+GROUPS_OF_GPT = ("model", "optim", "packing", "kernels")
+OF_GPT = ("batch.reference_size", "peak_tflops")
 SHARD_DTYPES = ("float32", "bfloat16")
 SHARDABLE = ("adamw", "muon")  # optimizers that update shards
 
@@ -45,6 +47,29 @@ def refuse_conflicts(config: Config) -> None:
         check_config(config)
 
 
+def refuse_settings_of_gpt(config: Config, words: list[str]) -> None:
+    """Raise a `UserError` for a typed setting of the GPT that a module of the user's ignores.
+
+    What an experiment's file sets for the GPT is no mistake: it has no effect.
+
+    Args:
+        config: of the run.
+        words: the command's overrides.
+    """
+    if config.trains_gpt:
+        return
+    target = config.module["_target_"]
+    has_windows = config.tokens_per_sample is not None  # of our token data
+    for word in words:
+        name = word.lstrip("+~").partition("=")[0].partition("@")[0]
+        of_windows = name == "model.block_size" or name.partition(".")[0] == "packing"
+        is_of_gpt = name in OF_GPT or name.partition(".")[0] in GROUPS_OF_GPT
+        if is_of_gpt and not (of_windows and has_windows):
+            raise UserError(
+                f"{word} is for module=gpt; {target} takes its own arguments, as module.NAME=VALUE"
+            )
+
+
 def _refuse_other_sums(config: Config) -> None:
     """Raise a `UserError` for settings that would add gradients in another order."""
     remedy = "adds gradients in rank order; set batch.exact_micro_size=null, or"
@@ -62,7 +87,11 @@ def _refuse_other_sums(config: Config) -> None:
 def _refuse_unshardable(config: Config) -> None:
     """Raise a `UserError` for settings that `strategy=fsdp2` does not support."""
     strategy = config.strategy
-    _refuse_unsplittable(config)
+    if config.trains_gpt:
+        _refuse_unsplittable(config)
+    rule = "splits the GPT only; set 1"
+    splits = config.tensor_parallel > 1
+    check("strategy.tensor_parallel", config.tensor_parallel, config.trains_gpt or not splits, rule)
     check_choice("strategy.param_dtype", strategy["param_dtype"], SHARD_DTYPES)
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
@@ -72,7 +101,7 @@ def _refuse_unshardable(config: Config) -> None:
     check("precision", config.precision, fits, rule)
     fits = config.optim.algorithm in SHARDABLE
     rule = "does not work with strategy=fsdp2; set optim=adamw or muon, or ddp"
-    check("optim.algorithm", config.optim.algorithm, fits, rule)
+    check("optim.algorithm", config.optim.algorithm, fits or not config.trains_gpt, rule)
     synchronized = config.trainer.get("sync_batchnorm", False)
     rule = "does not work with fsdp2; set strategy=ddp"
     check("trainer.sync_batchnorm", synchronized, not synchronized, rule)

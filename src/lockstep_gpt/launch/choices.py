@@ -48,6 +48,9 @@ def suggested_setting(path: str) -> str:
     parent, dot, name = path.rpartition(".")
     known = sorted({*all_settings(), *group_names()} - {"hydra"})
     same = [setting for setting in known if setting.rpartition(".")[2] == name]
+    nearest = difflib.get_close_matches(path, same, n=1, cutoff=SIMILAR)
+    if nearest:
+        return f"; did you mean {nearest[0]}?"
     if 0 < len(same) <= MOST_NAMES:
         return f"; did you mean {' or '.join(same)}?"
     beside = [

@@ -17,6 +17,7 @@ from lockstep_gpt.launch import compose, launcher, resolving, resume, start
 from lockstep_gpt.launch.arguments import MULTIRUN
 from lockstep_gpt.processes import print_error
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import as_column
 
 
 @contextlib.contextmanager
@@ -102,7 +103,8 @@ def _run_jobs(
     Args:
         command: its name, for errors.
         arguments: the overrides, which may describe a sweep.
-        job: takes a composed configuration; returns its exit status and its validation loss.
+        job: takes a composed configuration; returns its exit status and its value of
+            `checkpoint.monitor`.
 
     Returns:
         the worst exit status.
@@ -111,11 +113,15 @@ def _run_jobs(
         ReportedError: a job failed in another process, where a launcher plugin ran it.
     """
     results: list[tuple[str, int, float]] = []
+    monitored = ("", "")
 
     def run_job(composed: DictConfig) -> float:
+        nonlocal monitored
+        monitored = composed.checkpoint.monitor, composed.checkpoint.mode
         if resolving.is_sweep():
             stop_signals.received.interrupt()
-        swept = " ".join(word for word in compose.overrides() if word not in arguments)
+        words = [word for word in compose.overrides() if word not in arguments]
+        swept = " ".join(word.lstrip("+") for word in words)
         if resolving.is_sweep():
             print(f"job {HydraConfig.get().job.num}: {swept}", flush=True)
         try:
@@ -135,15 +141,18 @@ def _run_jobs(
     with contextlib.suppress(_SweepStopped):
         compose.run(arguments, run_job)
     if len(results) > 1:
-        _print_table(results)
+        _print_table(results, *monitored)
     return max((status for _, status, _ in results), default=0)
 
 
-def _print_table(results: list[tuple[str, int, float]]) -> None:
-    """Print a row for each job: what it swept, its exit status, and its validation loss."""
+def _print_table(results: list[tuple[str, int, float]], monitor: str, mode: str) -> None:
+    """Print a row for each job: what it swept, its exit status, and its value of `monitor`."""
     metrics = [metric for _, status, metric in results if status == 0 and not math.isnan(metric)]
-    lowest = min(metrics, default=math.nan)
-    print("\njob  exit  val_loss")
+    if mode == "max":
+        best, word = max(metrics, default=math.nan), "highest"
+    else:
+        best, word = min(metrics, default=math.nan), "lowest"
+    print(f"\njob  exit  {as_column(monitor):>8}")
     for number, (swept, status, metric) in enumerate(results):
-        mark = "  (lowest)" if metric == lowest else ""
+        mark = f"  ({word})" if metric == best else ""
         print(f"{number:3}  {status:4}  {metric:8.4f}  {swept}{mark}")

@@ -85,6 +85,7 @@ def resolve_config(composed: DictConfig) -> tuple[dict[str, Any], Config]:
         values = values_to_freeze(composed)
         config = from_container(values)
     checks.refuse_conflicts(config)
+    checks.refuse_settings_of_gpt(config, overrides())
     return values, config
 
 

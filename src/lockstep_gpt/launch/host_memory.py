@@ -19,8 +19,10 @@ def refuse_too_large(config: Config, placement: Placement, batch: BatchPlan) -> 
     """Raise a `UserError` if weights or a micro-batch alone need more memory than there is.
 
     Each rank makes its model in the host's memory, also for a GPU and under fsdp2. Only what is
-    certain counts: training needs several times more.
+    certain counts: training needs several times more. Of a module of the user's, nothing is.
     """
+    if not config.trains_gpt:
+        return
     memory = memory_here()
     ranks = counted(placement.devices, "rank")
     present = f"but this machine has {_gib(memory)}"

@@ -48,7 +48,7 @@ def check_settings(config: Config, values: dict[str, Any]) -> None:
     batch = replace(config.batch, global_size=values["batch"]["global_size"])
     for count in range(launch.min_nodes or nodes, nodes):
         devices = values["trainer"]["devices"]
-        plan_batch(batch, config.model.block_size, devices, count, config.tensor_parallel)
+        plan_batch(batch, config.tokens_per_sample or 0, devices, count, config.tensor_parallel)
 
 
 def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: float) -> None:

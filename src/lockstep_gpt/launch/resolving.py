@@ -2,13 +2,14 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import GPT_MODULE, Config, with_defaults
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.run.directory import RunDirectory
@@ -32,7 +33,7 @@ def resolved_values(
     """Return `values` with everything decided that ranks could otherwise decide differently."""
     choices = HydraConfig.get().runtime.choices
     world_size = placement.world_size
-    name = f"{choices['model']}-{choices['data']}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{'-'.join(named_after(choices))}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = values["batch"]
     data_parallel = world_size // values["strategy"].get("tensor_parallel", 1)
     global_size = batch["global_size"] or batch["micro_size"] * data_parallel
@@ -48,11 +49,26 @@ def resolved_values(
     }
 
 
+def named_after(choices: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the choices by which runs are told apart: the model's or the module's, and the data's.
+
+    Args:
+        choices: group -> its choice.
+    """
+    is_gpt = choices["module"] == "gpt"
+    return str(choices["model" if is_gpt else "module"]), str(choices["data"])
+
+
 def resolved_precision(values: dict[str, Any], placement: Placement) -> str:
-    """Return the precision; `auto` only if rank 0 will measure which is faster."""
+    """Return the precision; `auto` only if rank 0 will measure which is faster.
+
+    For a module of the user's, `auto` is 32-true: what is measured or known is about the GPT.
+    """
     precision = str(values["precision"])
     if precision != "auto":
         return precision
+    if with_defaults(values)["module"]["_target_"] != GPT_MODULE:
+        return "32-true"
     is_measured = (
         values.get("kernels", {}).get("measure") and values["batch"]["exact_micro_size"] is None
     )

@@ -26,7 +26,6 @@ from lockstep_gpt.launch import (
     launcher,
     resolving,
     start,
-    trust,
     usable_files,
 )
 from lockstep_gpt.launch.hydra_errors import as_user_error
@@ -41,7 +40,7 @@ from lockstep_gpt.launch.resumed_choices import (
     typed_choices,
 )
 from lockstep_gpt.run import directory as runs
-from lockstep_gpt.run import last_line
+from lockstep_gpt.run import last_line, trust
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -78,7 +77,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
         continues = composed.resume == "auto"
     if continues and run.config.is_file():
         status = _resume_with_choices(run, composed)
-        return status, float(run.read_summary().get("val_loss") or "nan")
+        return status, run.monitored_value()
     values, config = compose.resolve_config(composed)
     if continues and composed.run_dir is None and not resolving.is_sweep():
         raise UserError(
@@ -180,6 +179,7 @@ def resume(
     with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
+    checks.refuse_settings_of_gpt(config, arguments)
     sets_devices = "trainer.devices" in map(setting_of, parsed(arguments))
     placement, batch = start.place_run(config, is_resumed=not sets_devices)
     devices = before["trainer"].get("devices")

@@ -32,12 +32,11 @@ from lockstep_gpt.launch import (
     machines,
     supervise,
     targets,
-    trust,
 )
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.launch.resolving import is_sweep, resolved_values
+from lockstep_gpt.launch.resolving import is_sweep, named_after, resolved_values
 from lockstep_gpt.processes import end_process
-from lockstep_gpt.run import last_line
+from lockstep_gpt.run import last_line, trust
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import release_memory
 from lockstep_gpt.run.memory.files import remove_abandoned
@@ -85,11 +84,11 @@ class NewRun:
 
 
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
-    """Run one training to its end; return its exit status and its validation loss."""
+    """Run one training to its end; return its exit status and its `monitored_value`."""
     run = run_of(config.run_dir)
     placement, _ = place_run(config)
     status = start(NewRun(run, config, resolved_values(values, placement, run)))
-    return status, float(run.read_summary().get("val_loss") or "nan")
+    return status, run.monitored_value()
 
 
 class StartMode(Enum):
@@ -235,7 +234,7 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
     placement = devices.place(config, is_resumed=is_resumed)
     batch = schedule.plan_batch(
         config.batch,
-        config.model.block_size,
+        config.tokens_per_sample or 0,
         placement.devices,
         placement.nodes,
         config.tensor_parallel,
@@ -264,7 +263,7 @@ def run_of(run_dir: str | None) -> RunDirectory:
     """Return the run directory; each job of a sweep gets a numbered one below it."""
     job = HydraConfig.get()
     choices = job.runtime.choices
-    path = Path(run_dir or new_name(choices["model"], choices["data"]))
+    path = Path(run_dir or new_name(*named_after(choices)))
     if is_sweep():
         path /= str(job.job.num)
     return RunDirectory(path)

@@ -32,6 +32,7 @@ def refuse_missing(config: Config) -> None:
         "callbacks": config.callbacks,
         "data": {"_target_": config.data._target_},
         "logger": config.logger,
+        "module": config.module,
         "packing": {"_target_": config.packing._target_},
         "strategy": config.strategy,
         "trainer": config.trainer,

@@ -14,7 +14,7 @@ from lockstep_gpt.errors import UserError
 UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error)
 # The key that any Trainer needs, those of every reader of ours, and those that a run resumes from.
 WEIGHTS = ("state_dict",)
-NEEDED = ("config", "tokenizer", "state_dict")
+NEEDED = ("config", "state_dict")
 NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "global_step")
 ORIGIN = "was not written by lockstep-gpt train"
 

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -34,6 +35,7 @@ SUMMARY_TYPES: dict[str, Any] = {
     "step": int,
     "last_checkpoint": str | None,
     "val_loss": int | float | None,
+    "monitored_value": int | float | None,
 }
 # What rank 0 decides for all ranks, and what may differ between machines.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
@@ -183,6 +185,12 @@ class RunDirectory:
                 return {}
         return summary
 
+    def monitored_value(self) -> float:
+        """Return the last value of `checkpoint.monitor`, for a sweep; nan without one."""
+        summary = self.read_summary()
+        value = summary.get("monitored_value", summary.get("val_loss"))  # of earlier versions
+        return math.nan if value is None else float(value)
+
     def _read_informative(self, path: Path) -> dict[str, Any]:
         content, fault = read_object(path)
         if fault:
@@ -302,6 +310,12 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
         for name, value in flat(with_defaults(saved))
         if name in identity and value is not None
     }
+    # The arguments of a module are all decided: its optimizer has the restored rate, for example.
+    of_module = dict.fromkeys(name for name in current if name.startswith("module."))
+    of_module |= {
+        name: value for name, value in flat(with_defaults(saved)) if name.startswith("module.")
+    }
+    decided |= of_module
     differing = differences(decided, {name: current.get(name) for name in decided}, free=())
     if differing:
         remedy = "use the same, or set resume_force=true"

@@ -29,6 +29,11 @@ COLUMNS = {
     "data/wait_share": "data_wait_share",
     "system/peak_memory_gb": "peak_memory_gb",
 }
+# Those that only a run on tokens has from its start.
+OF_TOKENS = (
+    *("trainer/tokens", "train/loss", "val/loss", "val/perplexity"),
+    *("throughput/tokens_per_second", "throughput/mfu"),
+)
 UNREADABLE = ("\0", "\ufffd")  # in text of another encoding, or without any
 
 

@@ -330,7 +330,9 @@ class RefuseUnfit(Callback):
         refuse_lost_parts(where, checkpoint, self.counts_samples)
         if not self.is_forced:
             refuse_another_identity(where, checkpoint["config"], self.values)
-        refuse_other_weights(where, checkpoint["state_dict"], self._places)
+        # Also those that `configure_model` has made since.
+        made_later = self._module.state_dict()
+        refuse_other_weights(where, checkpoint["state_dict"], {**made_later, **self._places})
         refuse_lost_numbers(where, checkpoint["state_dict"], self._module)
 
 

@@ -16,11 +16,13 @@ class CheckpointConfig(Checked):
     )
     keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
     keep_best: int = setting(
-        "how many of the best checkpoints to keep, by val/loss; saved at most once in "
+        "how many of the best checkpoints to keep, by checkpoint.monitor; saved at most once in "
         "checkpoint.every steps",
         1,
         at_least=0,
     )
+    monitor: str = setting("logged metric that decides which are the best", "val/loss")
+    mode: str = setting("which value is the best", "min", choices=("min", "max"))
     background: bool = setting("write a copy of the state while training continues", False)
     copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)
     memory: int | str | bool = setting(

@@ -25,8 +25,10 @@ HIGH_SCALE = 4  # times the tuned rate; without warmup, it often diverges (Goyal
 
 
 def advise(config: Config, epochs: float | None) -> None:
-    """Warn of an old torch, of slow attention, and of data that are repeated often."""
+    """Warn of an old torch, of slow attention, and of text that is repeated often."""
     warn_of_old_torch(config)
+    if not config.trains_gpt:
+        return
     warn_of_slow_attention(config)
     if epochs is not None and epochs > EPOCHS:
         logger.warning(

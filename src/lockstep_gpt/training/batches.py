@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning import LightningDataModule
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.data_settings import DataModuleConfig
+from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import opened
@@ -15,7 +17,7 @@ from lockstep_gpt.data.recipe import source_of
 from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.building import build
+from lockstep_gpt.training.building import build, target_of
 from lockstep_gpt.training.schedule import BatchPlan
 
 
@@ -39,20 +41,35 @@ def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
 def _own_data_module(
     data: DataModuleConfig, config: Config, batch: BatchPlan
 ) -> LightningDataModule:
-    """Return the user's data module; it gets the sizes of a batch that it accepts."""
-    known = {
-        "block_size": config.model.block_size,
-        "micro_size": batch.micro_size,
-        "seed": config.seed,
+    """Return the user's data module; it gets by name what its `__init__` accepts."""
+    known = {"batch": batch, "micro_size": batch.micro_size, "seed": config.seed}
+    content = ""
+    if config.trains_gpt:
+        known["block_size"] = config.model.block_size
+        content = " whose batches are (tokens, targets)"
+    accepted = inspect.signature(target_of({"_target_": data._target_})).parameters
+    of_sources = {item.name for item in fields(DataConfig)}  # an experiment may set some for these
+    arguments = {
+        name: value
+        for name, value in data.arguments.items()
+        if name in accepted or name not in of_sources
     }
-    known = {name: value for name, value in known.items() if name not in data.arguments}
-    module = build({"_target_": data._target_, **data.arguments}, known)
+    node = {"_target_": data._target_, **arguments}
+    module = build(node, {name: value for name, value in known.items() if name not in node})
     if not isinstance(module, LightningDataModule):
         raise UserError(
             f"data._target_={data._target_} is a {type(module).__name__}; name a source in this "
-            "package, or a LightningDataModule whose batches are (tokens, targets)"
+            f"package, or a LightningDataModule{content}"
         )
     return module
+
+
+def with_tokens(batch: BatchPlan, data: LightningDataModule) -> BatchPlan:
+    """Return `batch` with the tokens of a sample if only the data module declares them."""
+    tokens = getattr(data, "tokens_per_sample", None)
+    if batch.block_size or not isinstance(tokens, int):
+        return batch
+    return replace(batch, block_size=tokens)
 
 
 def tokenizer_of(data: Any) -> Tokenizer:

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
-from lightning import Callback, LightningDataModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -87,7 +88,13 @@ def _refuse_unknown_arguments(
 
 
 def build_callback(name: str, node: dict[str, Any], known: dict[str, Any]) -> Callback:
-    """Build a callback, or raise a `UserError` if the class isn't one."""
+    """Build a callback, or raise a `UserError` if the class isn't one.
+
+    Args:
+        name: of the node.
+        node: names the class.
+        known: values for arguments with these names.
+    """
     callback = build(node, known)
     if not isinstance(callback, Callback):
         raise UserError(
@@ -100,6 +107,8 @@ def build_callback(name: str, node: dict[str, Any], known: dict[str, Any]) -> Ca
 def target_of(node: dict[str, Any]) -> Callable[..., Any]:
     """Return what a `_target_` node names, or raise a `UserError`."""
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises
+    if not {"", str(Path.cwd())} & {*sys.path}:  # as `python -m` does, but a script doesn't
+        sys.path.append(str(Path.cwd()))
     try:
         return get_method(node["_target_"])
     except (InstantiationException, TypeError, ImportError) as error:
@@ -175,22 +184,32 @@ def build_loggers(
     directory: RunDirectory,
     config: Config,
     batch: BatchPlan,
-    peak_lr: float,
-    model: GPT,
+    peak_lr: float | None,
+    model: nn.Module,
 ) -> list[Logger]:
     """Build the chosen loggers, which can't end the run.
 
     Each gets those of these arguments that its class has, unless they are set: ours, the run and
     derived values; Lightning's, the run's folder and name, and the id to continue.
+
+    Args:
+        guards: of each logger, by its name.
+        directory: the run.
+        config: names the loggers.
+        batch: how many samples a step has, and tokens, if there are any.
+        peak_lr: the scaled rate; None if the module decides its own.
+        model: what is trained.
     """
-    derived = {
+    derived: dict[str, Any] = {
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
-        "tokens_per_step": batch.tokens_per_step,
-        "scaled_lr": peak_lr,
-        "parameters": model.num_parameters,
+        "parameters": parameters_of(model, is_gpt=config.trains_gpt),
         **git_state(Path(__file__).parent),
     }
+    if batch.tokens_per_step:
+        derived["tokens_per_step"] = batch.tokens_per_step
+    if peak_lr is not None:
+        derived["scaled_lr"] = peak_lr
     values = {**directory.values(), **derived}
     known = {
         "directory": directory,
@@ -225,11 +244,20 @@ def seconds_of_trackers(config: Config) -> float:
     return min(limits)
 
 
+def parameters_of(model: Any, *, is_gpt: bool) -> int:
+    """Return how many numbers are trained or fixed; a GPT knows which of them are padding."""
+    if is_gpt:
+        return int(model.num_parameters)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def build_checkpoints(
-    directory: RunDirectory, config: Config, batch: BatchPlan, tokenizer: Tokenizer
+    directory: RunDirectory, config: Config, batch: BatchPlan, tokenizer: Tokenizer | None
 ) -> Checkpoints:
     """Return the callback that saves, with what every checkpoint needs to be read alone."""
-    fixed = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
+    fixed: dict[str, Any] = {"config": directory.values()}
+    if tokenizer is not None:
+        fixed["tokenizer"] = tokenizer.to_dict()
 
     def content(trainer: Trainer) -> dict[str, Any]:
         return {**fixed, **progress_of(trainer, batch)}
@@ -240,18 +268,22 @@ def build_checkpoints(
         every=settings.every,
         keep_last=settings.keep_last,
         keep_best=settings.keep_best,
+        monitor=settings.monitor,
+        mode=settings.mode,
         content=content,
     )
 
 
 def progress_of(trainer: Any, batch: BatchPlan) -> dict[str, int]:
-    """Return how many samples and tokens all ranks together have seen.
+    """Return how many samples, and tokens if they have some, all ranks together have seen.
 
     An earlier part of the run may have had steps of another size: our data module counts them.
     """
     samples = trainer.global_step * batch.global_size
     if isinstance(trainer.datamodule, TokenDataModule):
         samples = trainer.datamodule.samples_seen(trainer.global_step)
+    if not batch.block_size:
+        return {"samples": samples}
     return {"samples": samples, "tokens": samples * batch.block_size}
 
 
@@ -268,13 +300,27 @@ def build_overhead(
         compiled=config.compile,
         background=config.checkpoint.background,
         grace_seconds=config.launch.grace_seconds,
-        tokens_per_step=batch.tokens_per_step,
+        tokens_per_step=batch.tokens_per_step or None,
         val_tokens=val_tokens,
     )
 
 
+def build_own_module(config: Config) -> LightningModule:
+    """Return the user's module, made of its arguments alone, with initial weights of the seed."""
+    torch.manual_seed(config.seed)
+    target = config.module["_target_"]
+    kind = target_of(config.module)
+    is_module = not isinstance(kind, type) or issubclass(kind, LightningModule)
+    module = build(config.module, {}) if is_module else kind
+    if not isinstance(module, LightningModule):
+        raise UserError(f"module._target_={target} is no LightningModule; name a class that is one")
+    if config.precision == "64-true":
+        module.double()  # the Trainer would only do so after loading a checkpoint's weights
+    return module
+
+
 def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GPTModule:
-    """Return the module, whose model has initial weights of the process's random numbers."""
+    """Return the GPT's module, with initial weights of the process's random numbers."""
     model = build_gpt(config.model, tokenizer.vocab_size)
     for transform in additions(MODEL):
         transform(model, config, tokenizer)
@@ -300,21 +346,28 @@ def make_optimizer(
     return optimizer
 
 
-def build_metrics(config: Config, batch: BatchPlan, model: GPT) -> Metrics:
-    """Return what measures the run."""
-    peak = config.peak_tflops or peak_here(config.trainer["accelerator"], config.precision)
+def build_metrics(config: Config, batch: BatchPlan, model: GPT | None) -> Metrics:
+    """Return what measures the run; of a `model` that is no GPT, the FLOPs are unknown."""
+    peak = None
+    if model is not None:
+        peak = config.peak_tflops or peak_here(config.trainer["accelerator"], config.precision)
     return Metrics(
         config.log_every,
-        batch.tokens_per_step,
-        model.flops_per_token,
+        batch.tokens_per_step or None,
+        model.flops_per_token if model else 0.0,
         None if peak is None else peak * batch.world_size,
         config.compile,
+        samples_per_step=batch.global_size,
     )
 
 
 def updating(config: Config) -> list[Callback]:
-    """Return what happens to gradients before an update, and after it."""
-    return [ClipAndSkip(config.optim.clip_norm, config.guard.max_skipped), FreeGradients()]
+    """Return what happens to gradients before an update, and after it.
+
+    The Trainer clips those of the user's module, if `trainer.gradient_clip_val` is set.
+    """
+    max_norm = config.optim.clip_norm if config.trains_gpt else None
+    return [ClipAndSkip(max_norm, config.guard.max_skipped), FreeGradients()]
 
 
 def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> list[Callback]:
@@ -329,7 +382,7 @@ def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> li
 
 def counting(config: Config, data: LightningDataModule) -> list[Callback]:
     """Return what weighs micro-batches by their targets; nothing if each target counts."""
-    if not getattr(data, "may_ignore", True):
+    if not config.trains_gpt or not getattr(data, "may_ignore", True):
         return []
     samples = config.batch.micro_size or config.batch.global_size or 1
     return [CountTargets(counted_targets, typical=samples * config.model.block_size)]
@@ -368,7 +421,11 @@ def build_trainer(
     """
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
-        chosen = [build_callback(name, node, of_run) for name, node in config.callbacks.items()]
+        chosen = [
+            build_callback(name, node, of_run)
+            for name, node in config.callbacks.items()
+            if "tokenizer" in of_run or not needs_tokenizer(node)
+        ]
         make_trainer = deferred({**VALIDATION, **config.trainer, **places})
         users = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
@@ -390,6 +447,13 @@ def build_trainer(
             run.close("failed")
         raise mistake(error) from error
     return trainer
+
+
+def needs_tokenizer(node: dict[str, Any]) -> bool:
+    """Return whether a callback is for text only, as the default one that shows samples."""
+    argument = inspect.signature(target_of(node)).parameters.get("tokenizer")
+    is_required = argument is not None and argument.default is argument.empty
+    return is_required and "tokenizer" not in node
 
 
 def build_strategy(config: Config, ranks: Ranks) -> Strategy:

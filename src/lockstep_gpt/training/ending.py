@@ -1,5 +1,6 @@
 """How a run ends: `summary.json`, and the last lines on the terminal."""
 
+import math
 import shlex
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from lightning import Trainer
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import invocation
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import InSummary
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
@@ -23,10 +25,12 @@ def refuse_finished(config: Config, checkpoint: VerifiedCheckpoint, steps: int) 
         return
     path = checkpoint.path
     longer = longer_budget(config, times=checkpoint.step // steps + 1)
+    new = ""
+    if config.trains_gpt:
+        new = f"for a new run with its weights, set resume=none model.init_from={path}; "
     raise UserError(
         f"resume={path} is after step {checkpoint.step}, but this run ends after step {steps}; to "
-        f"train it longer, set {longer}; for a new run with its weights, set "
-        f"resume=none model.init_from={path}; to evaluate it: {evaluate_command(path)}"
+        f"train it longer, set {longer}; {new}to evaluate it: {evaluate_command(path)}"
     )
 
 
@@ -58,16 +62,38 @@ def write_summary(
     directory.write_summary({**summary, **summary_of_callbacks(trainer), **more})
 
 
+def _monitored_result(callbacks: list[Any]) -> str:
+    """Return the last and the best value of the monitored metric; empty without a validation."""
+    saving = next((item for item in callbacks if isinstance(item, Checkpoints)), None)
+    if saving is None or math.isnan(saving.newest_value):
+        return ""
+    best = saving.in_summary(0)["best_value"]
+    text = f"{saving.monitor} {saving.newest_value:.4f}"
+    return text if best is None else f"{text}, at best {best:.4f}"
+
+
 def last_lines(
-    directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float, prompt: str
+    directory: RunDirectory,
+    trainer: Trainer,
+    row: dict[str, float],
+    started: float,
+    prompt: str | None,
 ) -> str:
-    """Return how the run that began at `started` ended, where its files are, and what is next."""
+    """Return how a run ended, where its files are, and what is next.
+
+    Args:
+        directory: the run.
+        trainer: has trained.
+        row: the newest value of each metric.
+        started: the clock when it began.
+        prompt: to continue; empty: none is known; None: another module than the GPT was trained.
+    """
     status = status_of(trainer)
     if status != "done":
         status += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    result = "no validation"
-    if "val/loss" in row:
+    result = _monitored_result(callbacks) or "no validation"
+    if "val/perplexity" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"
         result = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
     if "test/loss" in row:
@@ -76,10 +102,10 @@ def last_lines(
     reasons = [getattr(callback, "stopping_reason_message", "") for callback in callbacks]
     reason = "".join(f"\n  reason       {text}" for text in reasons if text)
     run_dir = shlex.quote(str(directory.path))
-    generate = f"{invocation()} generate {run_dir}"
-    if prompt:
-        generate += f" --prompt {shlex.quote(prompt)}"
-    commands = [generate, evaluate_command(directory.path)]
+    commands = [evaluate_command(directory.path)]
+    if prompt is not None:
+        words = f" --prompt {shlex.quote(prompt)}" if prompt else ""
+        commands.insert(0, f"{invocation()} generate {run_dir}{words}")
     for run in tracked_runs(trainer.loggers):
         commands += run.next_commands() or []  # None from a tracker that failed
     next_commands = "\n".join(f"  {command}" for command in commands)

@@ -23,7 +23,7 @@ def less_memory(config: Config, world_size: int) -> str:
             )
     elif micro > 1:
         suggestions.append(f"batch.micro_size={micro // 2}")
-    if not config.model.activation_checkpointing:
+    if config.trains_gpt and not config.model.activation_checkpointing:
         suggestions.append("model.activation_checkpointing=true")
     if config.precision == "32-true":
         suggestions.append("precision=bf16-mixed")

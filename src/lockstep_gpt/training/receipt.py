@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule, LightningModule, Trainer
 from torch import nn
 
 from lockstep_gpt.config import Config
@@ -11,11 +11,11 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.distributed.exact_sizes import has_bucket_copies, sums_line
 from lockstep_gpt.distributed.ranks import backend_here
-from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.callbacks.step import InReceipt
 from lockstep_gpt.settings import counted
 from lockstep_gpt.torch_patches import BatchNorm
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, ranks_text
+from lockstep_gpt.training.building import parameters_of
+from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_steps, ranks_text
 
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
@@ -23,22 +23,30 @@ RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "n
 def receipt_lines(
     config: Config,
     batch: BatchPlan,
-    schedule: Schedule,
+    schedule: Schedule | None,
     epochs: float | None,
     facts: dict[str, str],
     details: dict[str, str],
 ) -> dict[str, str]:
-    """Return label -> line, including the rank's `facts` and the `details` of callbacks."""
+    """Return label -> line.
+
+    Args:
+        config: of the run.
+        batch: how a step's samples are spread.
+        schedule: of the rate; None if the module decides it.
+        epochs: passes over the data; None if the data module doesn't say.
+        facts: lines that only the running rank knows.
+        details: lines of callbacks.
+    """
     compiled = ", compiled" if config.compile else ""
-    size = f"{counted(batch.global_size, 'sample')}, tuned for {config.batch.reference_size}"
-    return {
+    lines = {
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,
         "precision": config.precision + compiled,
         "batch": f"{ranks_text(batch.devices, batch.nodes, batch.tensor_parallel)} x "
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
-        f"{counted(batch.global_size, 'sample')} = "
-        f"{batch.tokens_per_step:,} tokens per step",
+        f"{counted(batch.global_size, 'sample')}"
+        + (f" = {batch.tokens_per_step:,} tokens per step" if batch.block_size else " per step"),
         "sums": sums_line(
             batch.global_size,
             batch.micro_size,
@@ -48,7 +56,13 @@ def receipt_lines(
             accelerator=config.trainer["accelerator"],
         ),
         **details,
-        "budget": _steps(schedule.total_steps, batch) + _in_epochs(epochs),
+        "budget": _steps(plan_steps(config, batch), batch) + _in_epochs(epochs),
+    }
+    if schedule is None:
+        return lines
+    size = f"{counted(batch.global_size, 'sample')}, tuned for {config.batch.reference_size}"
+    return {
+        **lines,
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {size})",
         "schedule": f"{_steps(schedule.warmup_steps, batch)} of warmup, "
@@ -57,7 +71,10 @@ def receipt_lines(
 
 
 def _steps(count: int, batch: BatchPlan) -> str:
-    return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
+    unit, size = (
+        ("token", batch.tokens_per_step) if batch.block_size else ("sample", batch.global_size)
+    )
+    return f"{counted(count, 'step')} = {counted(count * size, unit)}"
 
 
 def _decay(decay: str, schedule: Schedule, batch: BatchPlan) -> str:
@@ -82,9 +99,17 @@ def times(epochs: float) -> str:
 
 
 def facts(
-    config: Config, model: GPT, data: LightningDataModule, trainer: Trainer, kernels: str
+    config: Config, module: nn.Module, data: LightningDataModule, trainer: Trainer, kernels: str
 ) -> dict[str, str]:
-    """Return the lines of the receipt that only the running rank knows."""
+    """Return the lines of the receipt that only the running rank knows.
+
+    Args:
+        config: of the run.
+        module: the GPT, or the user's module.
+        data: what makes the batches.
+        trainer: is about to train.
+        kernels: which compute the GPT; empty for another module.
+    """
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
         strategy += f" over {backend_here()}"
@@ -94,14 +119,25 @@ def facts(
         replicas = trainer.world_size // config.tensor_parallel
         strategy += f", {replicas} data x {config.tensor_parallel} tensor parallel"
     return {
-        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
-        f"tokens, context of {config.model.block_size}",
+        **module_line(config, module),
         **data_lines(config, data),
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
         f"{counted(torch.get_num_threads(), 'thread')} each",
-        "kernels": kernels,
+        **({"kernels": kernels} if kernels else {}),
         "strategy": strategy,
-        **batchnorm_line(config, model),
+        **batchnorm_line(config, module),
+    }
+
+
+def module_line(config: Config, module: nn.Module) -> dict[str, str]:
+    """Return the receipt's line on what is trained."""
+    if isinstance(module, LightningModule):
+        size = parameters_of(module, is_gpt=False)
+        return {"module": f"{config.module['_target_']}, {size:,} parameters"}
+    model: Any = module
+    return {
+        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
+        f"tokens, context of {config.model.block_size}"
     }
 
 
@@ -110,7 +146,7 @@ def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
     if not isinstance(data, TokenDataModule):
         return {
             "data": f"{type(data).__name__}, a data module of your own: order, resume, and equal "
-            "results on any number of devices are up to it"
+            "results on any number of devices are promised for `train_loader` only"
         }
     lines = {
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "

@@ -18,7 +18,7 @@ class BatchPlan:
     devices: int  # per node
     nodes: int
     accumulation: int  # micro-steps per optimizer step
-    block_size: int  # tokens per sample
+    block_size: int  # tokens per sample; 0: samples that have none
     tensor_parallel: int = 1  # ranks that split a model, and have the same samples
 
     @property
@@ -38,7 +38,7 @@ class BatchPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step over all ranks."""
+        """Tokens per optimizer step over all ranks; 0 if samples have none."""
         return self.global_size * self.block_size
 
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TextIO
 
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule, LightningModule, Trainer
+from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt import stop_signals
@@ -41,6 +42,7 @@ from lockstep_gpt.run.callbacks.stopping import (
 )
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
+from lockstep_gpt.run.checkpoint_room import size_of
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -49,7 +51,7 @@ from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.run.metrics_rows import COLUMNS
+from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
 from lockstep_gpt.run.resuming import (
     RefuseUnfit,
     refuse_other_directory,
@@ -57,7 +59,12 @@ from lockstep_gpt.run.resuming import (
 )
 from lockstep_gpt.training import ending, kernels, receipt
 from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
-from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
+from lockstep_gpt.training.batches import (
+    build_data,
+    epochs_of,
+    tokenizer_of,
+    with_tokens,
+)
 from lockstep_gpt.training.building import (
     beginning,
     build_checkpoints,
@@ -66,6 +73,7 @@ from lockstep_gpt.training.building import (
     build_metrics,
     build_module,
     build_overhead,
+    build_own_module,
     build_trainer,
     guard_loggers,
     updating,
@@ -81,6 +89,7 @@ from lockstep_gpt.training.schedule import (
     Schedule,
     plan_batch,
     plan_schedule,
+    plan_steps,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,10 +103,10 @@ class Training:
     config: Config
     rank: int
     batch: BatchPlan
-    schedule: Schedule
+    schedule: Schedule | None  # of the GPT's rate; another module decides its own
     data: LightningDataModule
-    tokenizer: Tokenizer
-    module: GPTModule
+    tokenizer: Tokenizer | None  # of the GPT
+    module: LightningModule
     resume: VerifiedCheckpoint | KeptState | None  # what to continue from; None: step 0
     metrics: Metrics
     metrics_file: MetricsFile
@@ -146,42 +155,45 @@ def assemble(
     # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
     join_others(config, directory, ranks, store)
-    config = kernels.decided(config, directory)
-    kernels.use(config)
+    if config.trains_gpt:
+        config = kernels.decided(config, directory)
+        kernels.use(config)
     torch.manual_seed(config.seed)
 
-    # Data and model.
+    # Data and module.
     batch = batch_of(config, ranks)
-    schedule = plan_schedule(config, batch)
+    steps = plan_steps(config, batch)
     data = build_data(config, batch)
-    tokenizer = tokenizer_of(data)
-    module = build_module(config, schedule, tokenizer)
+    batch = with_tokens(batch, data)
+    module, schedule, tokenizer = module_of(config, batch, data)
+    gpt = module.model if isinstance(module, GPTModule) else None
+    model = module if gpt is None else gpt
 
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
     disk = build_disk(config, directory, hashes)
     writer = build_writer(config, directory, ranks)
-    steps = schedule.total_steps
     resume = weights_to_begin_with(directory, config, steps, module, tokenizer, writer)
     disk.verified = resume
     is_ours = isinstance(data, TokenDataModule)
     disk.refuse_unfit = unfit = RefuseUnfit(as_values(config), is_ours, config.resume_force)
 
     # What watches and keeps the run, and the Trainer.
-    metrics = build_metrics(config, batch, module.model)
-    metrics_file = MetricsFile(directory.metrics, COLUMNS)
+    metrics = build_metrics(config, batch, gpt)
+    metrics_file = MetricsFile(directory.metrics, columns_of(batch))
     checkpoints = build_checkpoints(directory, config, batch, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
     overhead = build_overhead(config, checkpoints, batch, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
     saving = [unfit, hashes, Arithmetic(), overhead, stop, checkpoints, memory]
-    loggers = build_loggers(trackers, directory, config, batch, schedule.peak_lr, module.model)
+    peak_lr = schedule.peak_lr if schedule else None
+    loggers = build_loggers(trackers, directory, config, batch, peak_lr, model)
     trainer = build_trainer(
         config,
         ranks,
         batch,
-        {"tokenizer": tokenizer, "seed": config.seed},
+        known_to_callbacks(config, tokenizer),
         first=beginning(config, metrics, data),
         last=[*guards, *updating(config), *saving],
         loggers=[metrics_file, *loggers],
@@ -190,9 +202,39 @@ def assemble(
         max_steps=steps,
         use_distributed_sampler=not is_ours,
     )
-    memory.prepare(trainer.strategy, state_bytes(module.model, config.optim), resume)
-    parts = (batch, schedule, data, tokenizer, module, resume, metrics, metrics_file, trainer)
-    return Training(directory, config, ranks.rank, *parts)
+    memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
+    made = (batch, schedule, data, tokenizer, module, resume)
+    return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer)
+
+
+def module_of(
+    config: Config, batch: BatchPlan, data: LightningDataModule
+) -> tuple[LightningModule, Schedule | None, Tokenizer | None]:
+    """Return the GPT's module with the schedule of its rate and its tokenizer, or the user's."""
+    if not config.trains_gpt:
+        return build_own_module(config), None, None
+    schedule = plan_schedule(config, batch)
+    tokenizer = tokenizer_of(data)
+    return build_module(config, schedule, tokenizer), schedule, tokenizer
+
+
+def columns_of(batch: BatchPlan) -> list[str]:
+    """Return the columns with which `metrics.csv` begins; a module may log others."""
+    return [name for name in COLUMNS if batch.block_size or name not in OF_TOKENS]
+
+
+def known_to_callbacks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return values for callbacks of the user that have such arguments."""
+    known: dict[str, Any] = {"seed": config.seed, "monitored": config.checkpoint.monitor}
+    return known if tokenizer is None else {**known, "tokenizer": tokenizer}
+
+
+def bytes_of_state(config: Config, model: nn.Module) -> int:
+    """Return the bytes of a checkpoint; of the user's module, with two moments for each weight."""
+    if config.trains_gpt:
+        return state_bytes(model, config.optim)
+    moments = sum(2 * weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    return moments + size_of(model.state_dict())
 
 
 def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: Store | None) -> None:
@@ -207,11 +249,11 @@ def weights_to_begin_with(
     directory: RunDirectory,
     config: Config,
     total_steps: int,
-    module: GPTModule,
-    tokenizer: Tokenizer,
+    module: LightningModule,
+    tokenizer: Tokenizer | None,
     writer: MemoryWriter | None,
 ) -> VerifiedCheckpoint | KeptState | None:
-    """Return what to resume from; without it, load initial weights, if the model has a source."""
+    """Return what to resume from; without it, load initial weights, if the GPT has a source."""
     refuse_other_directory(directory)
     resume = state_to_resume(
         directory,
@@ -227,7 +269,8 @@ def weights_to_begin_with(
     )
     if isinstance(resume, VerifiedCheckpoint) and resume.path.parent != directory.checkpoints:
         ending.refuse_finished(config, resume, total_steps)
-    if resume is None and config.resume in ("none", "auto"):
+    is_new = resume is None and config.resume in ("none", "auto")
+    if is_new and isinstance(module, GPTModule) and tokenizer is not None:
         load_initial_weights(module.model, tokenizer)
     return resume
 
@@ -282,29 +325,31 @@ def build_memory(
 def batch_of(config: Config, ranks: Ranks) -> BatchPlan:
     """Return how the run's batch is spread over `ranks`."""
     places = (ranks.local_world_size, ranks.num_nodes)
-    return plan_batch(config.batch, config.model.block_size, *places, config.tensor_parallel)
+    tokens = config.tokens_per_sample or 0
+    return plan_batch(config.batch, tokens, *places, config.tensor_parallel)
 
 
 def announce(training: Training) -> None:
     """Print the receipt, and warn of settings that will not have the intended effect."""
     config = training.config
     schedule = training.schedule
-    epochs = epochs_of(training.data, schedule.total_steps * training.batch.global_size)
+    steps = training.trainer.max_steps
+    epochs = epochs_of(training.data, steps * training.batch.global_size)
     advise(config, epochs)
-    facts = receipt.facts(
-        config,
-        training.module.model,
-        training.data,
-        training.trainer,
-        kernels.receipt_line(config, training.directory.decisions().get("measured", {})),
-    )
-    details = {
-        "attention": attention_line(config),
-        **receipt.details_of_callbacks(training.trainer),
-    }
-    lines = receipt.receipt_lines(config, training.batch, schedule, epochs, facts, details)
+    module: nn.Module = training.module
+    computed_by = ""
+    details = receipt.details_of_callbacks(training.trainer)
+    if isinstance(module, GPTModule):
+        module = module.model
+        measured = training.directory.decisions().get("measured", {})
+        computed_by = kernels.receipt_line(config, measured)
+        details = {"attention": attention_line(config), **details}
+    facts = receipt.facts(config, module, training.data, training.trainer, computed_by)
+    batch = training.batch
+    lines = receipt.receipt_lines(config, batch, schedule, epochs, facts, details)
     logger.info("%s", receipt.as_text(lines))
-    warn_of_sudden_rate(schedule)
+    if schedule is not None:
+        warn_of_sudden_rate(schedule)
 
 
 def fit(training: Training, started: float) -> None:
@@ -343,18 +388,25 @@ def fit(training: Training, started: float) -> None:
             conclude(training, status, facts)
     leave()
     if training.rank == 0:
-        row = training.metrics.row
+        logger.info("%s", last_lines(training, started))
+
+
+def last_lines(training: Training, started: float) -> str:
+    """Return how the run that began at `started` ended, where its files are, and what is next."""
+    prompt = None
+    if training.tokenizer is not None:
         prompt = prompt_from(training.data, training.tokenizer)
-        lines = ending.last_lines(training.directory, trainer, row, started, prompt)
-        logger.info("%s", lines)
+    row = training.metrics.row
+    return ending.last_lines(training.directory, training.trainer, row, started, prompt)
 
 
 def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:
     """Write `summary.json`, which gets `facts`, and end the runs of trackers."""
     directory = training.directory
+    if training.schedule is not None:
+        facts = {**facts, "lr": training.schedule.peak_lr}
     facts = {
         **facts,
-        "lr": training.schedule.peak_lr,
         "world_size": training.batch.world_size,
         "global_batch_size": training.batch.global_size,
     }

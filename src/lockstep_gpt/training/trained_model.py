@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lockstep_gpt import PROGRAM, catalog
 from lockstep_gpt.config import Config, from_container
@@ -27,7 +27,10 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 # What a model needs, and what a configuration requires.
-NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "packing", "optim")
+NEEDED = (
+    *("seed", "max_steps", "max_tokens", "precision", "module"),
+    *("batch", "model", "data", "packing", "optim"),
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -81,13 +84,33 @@ def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
     Raises:
         UserError: the file isn't a checkpoint, or its weights don't fit this version's model.
     """
-    from lockstep_gpt.model.gpt import build_gpt
-
     content = read_checkpoint(path)
-    tokenizer = from_dict(content["tokenizer"])
+    return model_of(path, content, config_of(path, content))
+
+
+def config_of(path: Path, content: dict[str, Any]) -> Config:
+    """Return what decides the model and the data of the checkpoint at `path`.
+
+    Its references to the environment stay texts: the file may be someone else's.
+    """
     frozen = literal(content["config"])
     needed = (*NEEDED, *catalog.GROUPS)
-    config = from_container({name: frozen[name] for name in needed if name in frozen}, path)
+    return from_container({name: frozen[name] for name in needed if name in frozen}, path)
+
+
+def model_of(path: Path, content: dict[str, Any], config: Config) -> tuple[GPT, Config, Tokenizer]:
+    """Do as `load_model` with the `content` of the checkpoint at `path`."""
+    from lockstep_gpt.model.gpt import build_gpt
+
+    if not config.trains_gpt:
+        target = config.module["_target_"]
+        raise UserError(
+            f"{path} has weights of {target}, and this command is for the GPT of module=gpt; to "
+            f"measure another module: {PROGRAM} evaluate {path}"
+        )
+    if "tokenizer" not in content:
+        raise UserError(f"{path} has no tokenizer; use another checkpoint")
+    tokenizer = from_dict(content["tokenizer"])
     model = build_gpt(config.model, tokenizer.vocab_size)
     for transform in additions(MODEL):
         transform(model, config, tokenizer)

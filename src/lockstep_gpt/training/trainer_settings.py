@@ -25,6 +25,7 @@ _OWNED = {
 }
 
 
+CLIPPING = ("gradient_clip_algorithm", "gradient_clip_val")
 OWNED_TRAINER_KEYS = {key: ours for ours, keys in _OWNED.items() for key in keys.split()}
 
 
@@ -42,9 +43,16 @@ COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
-def check_trainer(trainer: dict[str, Any]) -> None:
-    """Check the arguments of Lightning's Trainer that decide devices, or that are ours to set."""
+def check_trainer(trainer: dict[str, Any], *, clips_itself: bool = False) -> None:
+    """Check the arguments of Lightning's Trainer that decide devices, or that are ours to set.
+
+    Args:
+        trainer: the arguments.
+        clips_itself: whether the Trainer clips gradients: `optim.clip_norm` is the GPT's.
+    """
     for key, value in trainer.items():
+        if clips_itself and key in CLIPPING:
+            continue
         # `limit_val_batches=0` turns off validation, which none of our settings does.
         if key in OWNED_TRAINER_KEYS and (key, value) != ("limit_val_batches", 0):
             raise UserError(owned_key_line(key, value))

@@ -164,7 +164,7 @@ def test_a_mixture_is_tested_as_the_command_evaluate_measures_it(command):
     tests = [f"data.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
     command.train(*words(command), *tests, "test=true", "run_dir=run")
     result = json.loads(command("evaluate", "run", "--split", "test", "--json").stdout)
-    assert result["loss"] == pytest.approx(command.summary("run")["test_loss"], abs=1e-6)
+    assert result["test/loss"] == pytest.approx(command.summary("run")["test_loss"], abs=1e-6)
     (place,) = (command.folder / "data").glob("mixture-*")
     splits = json.loads((place / "index.json").read_text())["splits"]
     sizes = [(splits[f"{name}/test"]["tokens"] - 1) // 32 * 32 for name in ("code", "prose")]

@@ -102,4 +102,4 @@ def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
     progress = Progress()
     row = {"throughput/tokens_per_second": value, "train/loss": 1, "optim/lr": 1}
     progress._metrics = SimpleNamespace(row={**row, "data/wait_share": 0})
-    assert f"  {text} tok/s" in progress._values()
+    assert f"  {text} tok/s" in progress._values(SimpleNamespace(progress_bar_metrics={}))

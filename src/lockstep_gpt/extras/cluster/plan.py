@@ -83,7 +83,11 @@ def main(arguments: list[str]) -> int:
     hardware = _hardware(options)
 
     def job(composed: DictConfig) -> tuple[Config, Chosen]:
-        return compose.resolve_config(composed)[1], Chosen.now()
+        config = compose.resolve_config(composed)[1]
+        if not config.trains_gpt:
+            target = config.module["_target_"]
+            raise UserError(f"plan predicts runs of module=gpt, and this one is of {target}")
+        return config, Chosen.now()
 
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:

@@ -84,6 +84,7 @@ class Checkpoints(StepCallback, Checkpoint):
     values: dict[int, float] = field(default_factory=dict, init=False)
     last_validated: int = field(default=0, init=False)  # step of the last save with a value
     saves: list[Save] = field(default_factory=list, init=False)  # of this process
+    newest_value: float = field(default=math.nan, init=False)  # of the metric, for the summary
     # Of later steps than the first one here: of a model that the run left with `resume_force`.
     _others: list[Path] = field(default_factory=list, init=False)
     _last_saved: int = field(default=0, init=False)  # step; at first, where training starts
@@ -100,6 +101,8 @@ class Checkpoints(StepCallback, Checkpoint):
         """Note where a new or resumed run starts."""
         super().on_train_start(trainer, pl_module)
         self._last_saved = trainer.global_step
+        restored = trainer.callback_metrics.get(self.monitor, math.nan)  # by `ValidateEvery`
+        self.newest_value = float(restored)
         present = files.checkpoints_in(self.folder)
         self._others = [path for path in present if files.step_of(path) > trainer.global_step]
 
@@ -165,7 +168,7 @@ class Checkpoints(StepCallback, Checkpoint):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         step = trainer.global_step
-        value = self._monitored(trainer)
+        self.newest_value = value = self._monitored(trainer)
         is_due = self.is_due(step, trainer.max_steps)
         if self.urgent or trainer.should_stop or is_due or self.is_best(step, value):
             if not math.isnan(value):
@@ -242,12 +245,21 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def in_summary(self, _step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries on checkpoints."""
-        best_checkpoint = None
+        best_checkpoint = best_value = None
         if self.values:
-            best_checkpoint = str(files.checkpoint_path(self.folder, self._best_steps()[0]))
+            best = self._best_steps()[0]
+            best_checkpoint = str(files.checkpoint_path(self.folder, best))
+            best_value = self.values[best]
+        newest = None if math.isnan(self.newest_value) else self.newest_value
         present = files.checkpoints_in(self.folder)
         last_checkpoint = str(present[-1]) if present else None
-        return {"best_checkpoint": best_checkpoint, "last_checkpoint": last_checkpoint}
+        return {
+            "monitor": self.monitor,
+            "monitored_value": newest,
+            "best_value": best_value,
+            "best_checkpoint": best_checkpoint,
+            "last_checkpoint": last_checkpoint,
+        }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add what every checkpoint has in addition to the training state."""

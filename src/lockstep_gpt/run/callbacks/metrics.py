@@ -4,7 +4,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from resource import RUSAGE_SELF, getrusage
@@ -20,7 +20,7 @@ from lockstep_gpt.run.callbacks.step import InRow, StepCallback
 from lockstep_gpt.run.epoch_values import EpochValues
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of
-from lockstep_gpt.run.metrics_rows import COLUMNS
+from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Metrics(StepCallback):
     flops_per_token: float = 0.0
     peak_tflops: float | None = None  # of all devices together; None omits the utilization
     tells_first_step: bool = False  # log how long the first step took: a compiled model's is long
+    samples_per_step: int | None = None  # over all ranks, for a speed where there are no tokens
     # The newest value of each metric, for display.
     row: dict[str, float] = field(default_factory=dict, init=False)
     training_seconds: float = field(default=0.0, init=False)  # without validation
@@ -65,7 +66,8 @@ class Metrics(StepCallback):
 
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
-        self.row = {name: float(earlier[name]) for name in COLUMNS if name in earlier}
+        names = [name for name in COLUMNS if name in earlier and name not in self._absent]
+        self.row = {name: float(earlier[name]) for name in names}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -137,6 +139,9 @@ class Metrics(StepCallback):
             if self.peak_tflops:
                 tflops = tokens_per_second * self.flops_per_token / 1e12
                 row["throughput/mfu"] = tflops / self.peak_tflops
+        elif self.samples_per_step is not None:
+            samples = len(durations) * self.samples_per_step
+            row["throughput/samples_per_second"] = samples / seconds
         row["throughput/step_seconds"] = seconds / len(durations)
         row["throughput/step_seconds_p50"] = p50
         row["throughput/step_seconds_p95"] = p95
@@ -155,6 +160,11 @@ class Metrics(StepCallback):
             self._means[name].reset()
         return row
 
+    @property
+    def _absent(self) -> Collection[str]:
+        """Columns that a run without tokens only has if its module logs them."""
+        return () if self.tokens_per_step else OF_TOKENS
+
     def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
         entries: dict[str, Any] = {}
@@ -163,8 +173,16 @@ class Metrics(StepCallback):
             speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
             entries["tokens"] = step * self.tokens_per_step
             entries["tokens_per_second"] = speed or None  # None without any step
+        elif self.samples_per_step is not None:
+            speed = self.training_steps * self.samples_per_step / max(self.training_seconds, 1e-9)
+            entries["samples"] = step * self.samples_per_step
+            entries["samples_per_second"] = speed or None
         entries["first_step_seconds"] = self.first_step_seconds
-        entries |= {name: self.row.get(column) for column, name in COLUMNS.items() if name}
+        entries |= {
+            name: self.row.get(column)
+            for column, name in COLUMNS.items()
+            if name and (column in self.row or column not in self._absent)
+        }
         if "test/loss" in self.row:
             entries["test_loss"] = self.row["test/loss"]
         return entries
@@ -192,6 +210,7 @@ class Metrics(StepCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the validation has measured, and restart the clock."""
         if trainer.state.fn != "fit":  # of `Trainer.validate`, which logs it itself
+            self.row.update(self._measured)
             return
         self.leave_out(time.perf_counter() - self._paused_at)
         if self._measured:

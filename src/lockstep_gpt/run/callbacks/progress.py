@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.settings import as_column
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +18,14 @@ logger = logging.getLogger(__name__)
 class Progress(StepCallback):
     """Shows the row that `Metrics` read last, so it never waits for the device itself.
 
-    Without a terminal, it prints lines at least `line_seconds` apart.
+    Args:
+        line_seconds: without a terminal, it prints lines at least so far apart.
+        monitored: the metric that it prints after each validation.
     """
 
-    def __init__(self, line_seconds: float = 5.0) -> None:
+    def __init__(self, line_seconds: float = 5.0, monitored: str = "val/loss") -> None:
         self.line_seconds = line_seconds
+        self.monitored = monitored
         self._bar: tqdm[Any] | None = None
         self._start_step = 0
         self._start_time = 0.0
@@ -47,18 +51,18 @@ class Progress(StepCallback):
         logged = step % self._metrics.every == 0 or step == trainer.max_steps
         if self._bar is not None:
             if logged:
-                self._bar.set_postfix_str(self._values(), refresh=False)
+                self._bar.set_postfix_str(self._values(trainer), refresh=False)
             self._bar.update()
         elif logged and trainer.is_global_zero:
-            self._line(step, trainer.max_steps)
+            self._line(trainer, step, trainer.max_steps)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the validation loss on a permanent line."""
-        loss = trainer.callback_metrics.get("val/loss")
-        if trainer.is_global_zero and loss is not None:
+        """Print the monitored metric on a permanent line."""
+        value = trainer.callback_metrics.get(self.monitored)
+        if trainer.is_global_zero and value is not None:
             total = trainer.max_steps
             step = f"step {trainer.global_step:{len(str(total))}}/{total}"
-            logger.info("%s  val_loss %.4f", step, loss)
+            logger.info("%s  %s %.4f", step, as_column(self.monitored), value)
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Leave the bar on the screen, and the next line free for an error."""
@@ -67,18 +71,20 @@ class Progress(StepCallback):
 
     on_exception = on_train_end  # type: ignore[assignment]
 
-    def _line(self, step: int, total: int) -> None:
+    def _line(self, trainer: Trainer, step: int, total: int) -> None:
         now = time.perf_counter()
         if now - self._last_line_time < self.line_seconds and step < total:
             return
         self._last_line_time = now
         left = (total - step) * (now - self._start_time) / (step - self._start_step)
-        text = f"step {step:{len(str(total))}}/{total}  {self._values()}  {left:.0f} s left"
+        text = f"step {step:{len(str(total))}}/{total}  {self._values(trainer)}  {left:.0f} s left"
         logger.info("%s", text)
 
-    def _values(self) -> str:
+    def _values(self, trainer: Trainer) -> str:
+        """Return what the row has, and what a module has logged with `prog_bar=True`."""
         row = self._metrics.row
-        parts = []
+        shown = trainer.progress_bar_metrics
+        parts = [f"{name} {value:.4g}" for name, value in shown.items() if name != "v_num"]
         if "train/loss" in row:
             parts.append(f"loss {row['train/loss']:.4f}")
         if "optim/lr" in row:
@@ -86,6 +92,9 @@ class Progress(StepCallback):
         if "throughput/tokens_per_second" in row:
             speed = tqdm.format_sizeof(row["throughput/tokens_per_second"])
             parts.append(f"{speed} tok/s")
+        elif "throughput/samples_per_second" in row:
+            speed = tqdm.format_sizeof(row["throughput/samples_per_second"])
+            parts.append(f"{speed} samples/s")
         else:
             parts.append(f"{1 / row['throughput/step_seconds']:.3g} steps/s")
         if "throughput/mfu" in row:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import yaml
 
-from lockstep_gpt.launch import trust
+from lockstep_gpt.run import trust
 
 WATCHED = """
 import pathlib, lightning

@@ -34,7 +34,27 @@ def foreign_settings(values: dict[str, Any]) -> list[str]:
 
 def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:
     """Record for this user that `run` may build what it names; if not, raise a `UserError`."""
-    settings = foreign_settings(run.values())
+    file = f"run_dir={run.path}: its config.yaml"
+    permit_values(run.values(), trusted, file, "trust_run_dir=true", composed)
+
+
+def permit_values(
+    values: dict[str, Any],
+    trusted: bool,
+    file: str,
+    remedy: str,
+    composed: dict[str, Any] | None = None,
+) -> None:
+    """Record for this user that `values` may be built; if not, raise a `UserError`.
+
+    Args:
+        values: a whole configuration.
+        trusted: whether the user says that its author is trusted.
+        file: where it is, for the error.
+        remedy: how the user says so.
+        composed: another one, of the user's own command, which needs no permission.
+    """
+    settings = foreign_settings(values)
     # `Path.expanduser` would raise if there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
@@ -42,8 +62,8 @@ def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = N
     is_composed_here = set(settings) <= set(foreign_settings(composed or {}))
     if not (trusted or is_composed_here or os.access(record, os.F_OK)):
         raise UserError(
-            f"run_dir={run.path}: its config.yaml has {some_of(settings)}, which no run that you "
-            "started here has used; if you trust its author, set trust_run_dir=true"
+            f"{file} has {some_of(settings)}, which no run that you started here has used; if you "
+            f"trust its author, set {remedy}"
         )
     if settings:
         with contextlib.suppress(OSError):  # without a record, commands need trust_run_dir again
