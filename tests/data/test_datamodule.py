@@ -127,14 +127,17 @@ def test_training_follows_the_order(folder, accumulation):
 
 def test_any_micro_batch_of_training_can_be_read_again(folder):
     data = datamodule(folder)
-    module, _ = fit(data, max_steps=5, accumulation=3)
-    again = [data.micro_batch(place // 3, place % 3, module.device) for place in range(15)]
-    assert torch.equal(stacked(again), stacked(module.trained))
-    data.resume_at(2, 13)  # after steps of another size
-    data.train_dataloader()
+    module, trainer = fit(data, max_steps=5, accumulation=3)
+
+    def again(step, number):
+        return data.windows["train"].widen(trainer.train_dataloader.read_again(step, number))
+
+    batches = [again(place // 3, place % 3) for place in range(15)]
+    assert torch.equal(stacked(batches), stacked(module.trained))
+    trainer.train_dataloader.load_state_dict({"step": 2, "samples": 13})  # of another size
     places = [*islice(order(accumulation=3, start=13), 6)][3]
     third = read_windows(StreamWindows(folder, "train", T), places.samples)
-    assert torch.equal(stacked([data.micro_batch(3, 0, module.device)]), stacked([third]))
+    assert torch.equal(stacked([again(3, 0)]), stacked([third]))
 
 
 @pytest.mark.parametrize(("steps", "accumulation"), [(5, 2), (40, 1), (4, 2)])

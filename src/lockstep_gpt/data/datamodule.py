@@ -1,14 +1,13 @@
 """Turns token files into the batches of one rank."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import lightning
 import torch
 
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
+from lockstep_gpt.data.loaders import EvalLoader, Joined, TrainLoader, eval_loader, train_loader
 from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.packing import Packing, Stream
 from lockstep_gpt.data.windows import Batch, SpreadWindows, Stored, Windows, move_to_device
@@ -93,19 +92,19 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         """Return endless batches, starting at the Trainer's current step."""
-        self.training = self._training()
+        loader = self._training()
         if self.make_order is not None:
-            planned = self.training.samples_seen(self._attached_trainer().max_steps)
+            planned = loader.samples_seen(loader.trainer.max_steps)
             counts = self.windows["train"].counts
-            self.training.order = self.make_order(counts, planned, self.block_size, self.seed)
-        return self.training
+            loader.order = self.make_order(counts, planned, self.block_size, self.seed)
+        return loader
 
     def _training(self) -> TrainLoader:
         windows = self.windows["train"]
         loader = train_loader(
             windows,
             self.micro_size,
-            self._attached_trainer(),
+            self.trainer,
             seed=self.seed,
             collate=windows.collate,
             workers="thread",
@@ -113,14 +112,6 @@ class TokenDataModule(lightning.LightningDataModule):
         )
         loader.load_state_dict(self._saved)
         return loader
-
-    def micro_batch(self, step: int, number: int, device: torch.device) -> Batch:
-        """Read one micro-batch of training again: the one of this number after `step` updates.
-
-        Numbers count the micro-batches of a step over all ranks. The loader of training must exist.
-        """
-        stored = self.training.read_again(step, number)
-        return self.windows["train"].widen(move_to_device(stored, device))
 
     def val_dataloader(self) -> Iterable[Stored]:
         """Return batches that contain every validation window once across all ranks."""
@@ -153,7 +144,7 @@ class TokenDataModule(lightning.LightningDataModule):
             loader = eval_loader(
                 SpreadWindows(windows, first, size, used[name]),
                 self.micro_size,
-                self._attached_trainer(),
+                self.trainer,
                 pad=windows.pad,
                 collate=windows.collate,
                 workers="thread",
@@ -173,28 +164,4 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:
         """Return `(tokens, targets)`; ids travel to the device in their narrow stored type."""
-        trainer = self._attached_trainer()
-        split = "train"
-        if trainer.testing:
-            split = "test"
-        elif trainer.validating or trainer.sanity_checking:
-            split = "val"
-        return self.windows[split].widen(batch)
-
-    def _attached_trainer(self) -> lightning.Trainer:
-        assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
-        return self.trainer
-
-
-class Joined(Iterable[Stored]):
-    """The batches of several loaders, one after another."""
-
-    def __init__(self, loaders: list[EvalLoader]) -> None:
-        self.loaders = loaders
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return sum(map(len, self.loaders))
-
-    def __iter__(self) -> Iterator[Stored]:
-        return chain.from_iterable(self.loaders)
+        return self.windows["train"].widen(batch)

@@ -10,6 +10,7 @@ class Images(LightningDataModule):
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -132,10 +133,24 @@ class EvalLoader(Iterable[Any]):
         return self.batches.of(self.places)
 
 
+class Joined(Iterable[Any]):
+    """The batches of several loaders, one after another."""
+
+    def __init__(self, loaders: Sequence[EvalLoader]) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.loaders)
+
+
 def train_loader(
     dataset: Any,
     batch: Sized | int,
-    trainer: Trainer,
+    trainer: Trainer | None,
     *,
     seed: int,
     order: Order | None = None,
@@ -155,7 +170,7 @@ def train_loader(
         dataset: has `__len__` and `__getitem__`, and may have torch's `__getitems__`, which reads
             many samples at once.
         batch: the samples of a micro-batch, or what has a `micro_size`.
-        trainer: knows rank, step, and accumulation.
+        trainer: of the data module; it knows rank, step, and accumulation.
         seed: of the order, and of random numbers.
         order: returns the samples at positions of the run; default: each epoch has its own order.
         collate: makes a batch of samples.
@@ -165,8 +180,9 @@ def train_loader(
         endless: let the data have no epochs.
 
     Raises:
-        UserError: the dataset isn't map-style, or is empty.
+        UserError: the dataset isn't map-style, or is empty, or there is no Trainer yet.
     """
+    trainer = attached(trainer)
     size = size_of(dataset)
     return TrainLoader(
         Batches(BatchReader(dataset, seed, collate), trainer.strategy, workers),
@@ -180,7 +196,7 @@ def train_loader(
 def eval_loader(
     dataset: Any,
     batch: Sized | int,
-    trainer: Trainer,
+    trainer: Trainer | None,
     *,
     pad: Pad | None = None,
     collate: Collate = default_collate,
@@ -193,7 +209,7 @@ def eval_loader(
     Args:
         dataset: as for `train_loader`.
         batch: the most samples of a batch, or what has a `micro_size`.
-        trainer: knows the rank.
+        trainer: of the data module; it knows the rank.
         pad: lets rows count nothing, so that all batches have one shape, as compiled models want:
             it gets a batch whose rows from `real` on repeat another, and `real`. Default: batches
             have fewer rows where samples run out.
@@ -203,6 +219,7 @@ def eval_loader(
     Raises:
         UserError: the dataset isn't map-style, or too small for these ranks.
     """
+    trainer = attached(trainer)
     place = data_place(trainer)
     places = eval_places(
         size_of(dataset),
@@ -239,6 +256,16 @@ def eval_places(
             "ranks; use fewer devices, smaller batches, or give eval_loader a pad"
         )
     return [Places(row, row) for row in rows]
+
+
+def attached(trainer: Trainer | None) -> Trainer:
+    """Return the Trainer, or raise a `UserError` if a data module has none yet."""
+    if trainer is None:
+        raise UserError(
+            "a loader needs the Trainer, which knows rank and step; give the data module to "
+            "trainer.fit, which calls train_dataloader"
+        )
+    return trainer
 
 
 def size_of(dataset: Any) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
+from lockstep_gpt.data.loaders import TrainLoader
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
 from lockstep_gpt.errors import RunError, UserError
@@ -161,33 +162,26 @@ class Replays(Callback):
         return bits_of(batch, loss, sums)
 
 
-@runtime_checkable
-class ReadsAgain(Protocol):
-    """A data module that can read a micro-batch of training again."""
-
-    def micro_batch(self, step: int, number: int, device: torch.device) -> Any:
-        """Return the micro-batch with this number, over all ranks, after `step` updates."""
-
-
 class Batches:
     """The last micro-batches of all ranks.
 
-    They are read again if the data module can do that: then wrong tokens are found, too.
+    A `train_loader` reads them again: then what was read wrong is found, too.
     """
 
     def __init__(self, trainer: Any, own: Any) -> None:
         self._step = trainer.global_step
         self._strategy = trainer.strategy
-        self._reader = trainer.datamodule if isinstance(trainer.datamodule, ReadsAgain) else None
+        self._loader = trainer.train_dataloader
         self._of_ranks = []
-        if self._reader is None:
+        if not isinstance(self._loader, TrainLoader):
             host = torch.device("cpu")
             self._of_ranks = from_each_rank(move_data_to_device(own, host))
 
     def of_rank(self, rank: int, number: int, device: torch.device) -> Any:
         """Return the micro-batch of a rank, which is this one of the step."""
-        if self._reader is not None:
-            return self._reader.micro_batch(self._step, number, device)
+        if isinstance(self._loader, TrainLoader):
+            batch = self._loader.read_again(self._step, number)
+            return self._strategy.batch_to_device(batch, device)
         return move_data_to_device(self._of_ranks[rank], device)
 
 

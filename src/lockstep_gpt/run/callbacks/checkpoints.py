@@ -155,7 +155,8 @@ class Checkpoints(StepCallback, Checkpoint):
 
         Lightning updates no schedulers at the end of one, because it hasn't all of its metrics.
         """
-        trainer.fit_loop.restarting = False
+        if trainer.fit_loop.restarting:
+            trainer.fit_loop.on_iteration_done()  # as Lightning does only at the end of the epoch
         super().on_train_batch_end(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
