@@ -198,7 +198,8 @@ def test_one_and_two_ranks_train_it_as_lightning_itself_does(train):
     printed = train("module.dropout=0", "run_dir=one").stdout
     train("module.dropout=0", "run_dir=two", "trainer.devices=2", "logger=wandb")
     assert "module     mine.Module, 354 parameters" in printed
-    assert "Data, a data module of your own: order, resume, and equal results" in printed
+    assert "data       mine.Data, a data module of your own\n" in printed
+    assert "loaders  train_dataloader returns a DataLoader, not a train_loader: the ord" in printed
     assert "val/loss" in printed
     assert [word for word in OF_TEXT if word in printed] == []
     one, two = weights_of(train.folder / "one"), weights_of(train.folder / "two")

@@ -135,7 +135,8 @@ def test_a_run_on_a_user_s_data_module_trains_validates_tests_and_resumes(counti
     words = ["train", "--config-dir", "conf", "experiment=smoke", "data=counting", "logger=none"]
     words += ["trainer=cpu", f"trainer.devices={devices}", "test=true", "data.rows=128"]
     result = counting(*words, "run_dir=runs/own", PYTHONPATH=str(counting.folder))
-    assert "Counting, a data module of your own: order, resume, and equal results" in result.stdout
+    assert "counting.Counting, a data module of your own\n" in result.stdout
+    assert "returns a DataLoader, not a train_loader: the order of samples, rest" in result.stdout
     summary = counting.summary("runs/own")
     assert summary["status"] == "done"
     assert summary["val_loss"] < 2.1  # of ln 10 = 2.3

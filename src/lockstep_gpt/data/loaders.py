@@ -273,8 +273,8 @@ def size_of(dataset: Any) -> int:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UserError(
-            f"{name} has no numbered samples; give it __len__ and __getitem__, or return a loader "
-            "of your own, whose order and restarts are then up to it"
+            f"{name} has no numbered samples; give it __len__ and __getitem__, or return torch's "
+            "DataLoader, whose order and restarts are then up to it"
         )
     size = len(dataset)
     if size == 0:

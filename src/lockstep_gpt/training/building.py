@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.own_loaders import OwnLoaders
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import AddsGradients
@@ -377,6 +378,7 @@ def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> li
         MicroBatchSeeds(config.seed),
         metrics,
         *counting(config, data),
+        OwnLoaders(),
     ]
 
 

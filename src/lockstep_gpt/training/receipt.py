@@ -144,10 +144,7 @@ def module_line(config: Config, module: nn.Module) -> dict[str, str]:
 def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
     """Return the receipt's lines on the data and the windows."""
     if not isinstance(data, TokenDataModule):
-        return {
-            "data": f"{type(data).__name__}, a data module of your own: order, resume, and equal "
-            "results on any number of devices are promised for `train_loader` only"
-        }
+        return {"data": f"{config.data._target_}, a data module of your own"}
     lines = {
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
         f"{data.val_windows:,} to validate on"
