@@ -72,7 +72,8 @@ def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first, 
     order = rank_order(11, 777, micro, rank, 4, accumulation, start)
     stream = islice(order, first, first + 20)
     for number, places in enumerate(stream, start=first):
-        np.testing.assert_array_equal(order.order(places.positions), places.samples)
+        positions = places.first + np.arange(micro)
+        np.testing.assert_array_equal(order.order(positions), places.samples)
         np.testing.assert_array_equal(places.samples, micro_batch(order, number))
 
 

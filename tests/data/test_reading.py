@@ -42,7 +42,7 @@ class Batched(Noisy):
 
 
 def places(*positions, samples=None):
-    return Places(np.array(positions), np.array(positions if samples is None else samples))
+    return Places(positions[0], np.array(positions if samples is None else samples))
 
 
 def reader_of(dataset, seed=7, collate=default_collate, **changes):

@@ -19,7 +19,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep_gpt.data.data_place import DataPlace, data_place
 from lockstep_gpt.data.feeding import Feed, groups_of
@@ -106,7 +106,7 @@ class TrainLoader(Iterable[Any]):
         """
         first = self.samples_seen(step) + number * self.micro_size
         positions = first + np.arange(self.micro_size)
-        return self.batches.reader.__getitems__(Places(positions, self.order(positions)))
+        return self.batches.reader.__getitems__(Places(first, self.order(positions)))
 
     def state_dict(self) -> dict[str, int]:
         """Return where the run is; Lightning saves it in checkpoints."""
@@ -255,7 +255,7 @@ def eval_places(
             f"{size} samples to evaluate, in batches of {micro_size}, are too few for {place.size} "
             "ranks; use fewer devices, smaller batches, or give eval_loader a pad"
         )
-    return [Places(row, row) for row in rows]
+    return [Places(int(row[0]), row) for row in rows]
 
 
 def attached(trainer: Trainer | None) -> Trainer:
@@ -305,13 +305,13 @@ class Batches:
     def of(self, places: Iterable[Places]) -> Iterator[Any]:
         """Yield the batches at these places."""
         if self.workers == "thread":
-            return iter(Feed(map(self._pinned, self._read_groups(places))))
+            return iter(Feed(self._pinned(self._read_groups(places))))
         if self.workers == 0:
-            return map(self._pinned, map(self.reader.__getitems__, places))
+            return self._pinned(map(self.reader.__getitems__, places))
         self._places = places
         if self._loader is None:
             self._loader = DataLoader(
-                self.reader,
+                InWorker(self.reader),
                 batch_sampler=self,
                 num_workers=self.workers,
                 collate_fn=as_it_is,
@@ -323,7 +323,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what worker processes read, as a batch sampler of torch does."""
-        return iter(self._places)
+        return ((places.first, places.samples.tobytes()) for places in self._places)
 
     def _read_groups(self, places: Iterable[Places]) -> Iterator[Any]:
         for group in groups_of(places):
@@ -333,9 +333,23 @@ class Batches:
     def _is_pinned(self) -> bool:
         return self.strategy.root_device.type == "cuda"
 
-    def _pinned(self, batch: Any) -> Any:
-        """Return a batch in memory from which a GPU copies while the host continues."""
-        return apply_to_collection(batch, Tensor, Tensor.pin_memory) if self._is_pinned else batch
+    def _pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return batches in memory from which a GPU copies while the host continues."""
+        if not self._is_pinned:
+            return batches
+        return (apply_to_collection(batch, Tensor, Tensor.pin_memory) for batch in batches)
+
+
+class InWorker(Dataset[Any]):
+    """Reads what `Batches` sends to a worker process; bytes are faster to send than arrays."""
+
+    def __init__(self, reader: BatchReader) -> None:
+        self.reader = reader
+
+    def __getitems__(self, message: tuple[int, bytes]) -> Any:
+        """Return a micro-batch."""
+        first, samples = message
+        return self.reader.__getitems__(Places(first, np.frombuffer(samples, np.int64)))
 
 
 def as_it_is(batch: Any) -> Any:

@@ -39,6 +39,9 @@ class Shuffled:
     def __call__(self, positions: Positions) -> Positions:
         """Return the samples at global `positions` of any shape, which may span epochs."""
         epochs, offsets = np.divmod(positions, self.size)
+        if epochs.size and epochs.min() == epochs.max():  # the usual case
+            epoch = int(epochs.min())
+            return permute(offsets.ravel(), self.size, self.seed, epoch).reshape(offsets.shape)
         result = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
@@ -47,9 +50,9 @@ class Shuffled:
 
 
 class Places(NamedTuple):
-    """The samples of a micro-batch, and their positions in the run, each (B,)."""
+    """The samples of a micro-batch, (B,), and the position of the first one in the run."""
 
-    positions: Positions
+    first: int
     samples: Positions
 
 
@@ -77,7 +80,7 @@ class RankOrder:
             blocks = (steps * self.world_size + self.rank) * self.accumulation
             starts = self.start + (blocks + leaves) * self.micro_size
             positions = starts[:, None] + np.arange(self.micro_size)  # (batches, B)
-            yield from map(Places, positions, self.order(positions))
+            yield from map(Places, starts.tolist(), self.order(positions))
 
 
 def spread(numbers: Positions, size: int, count: int) -> Positions:

@@ -9,6 +9,11 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8  # even, so that each half is changed equally often
+_STEPS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+_LAST_SHIFT = np.uint64(31)
 FEW = 128  # for smaller sizes, halves of so few bits reach only some of all orders
 
 
@@ -58,14 +63,27 @@ def feistel(values: Words, bits: int | Indices, keys: Words) -> Words:
     high_mask = np.uint64((1 << (bits - low_bits)) - 1)
     high = values >> np.uint64(low_bits)
     low = values & low_mask
+    mixed = np.empty_like(low)
+    space = np.empty_like(low)  # new arrays would cost as much as the arithmetic
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
-        high = high ^ (_mix(low + even) & high_mask)
-        low = low ^ (_mix(high + odd) & low_mask)
-    return (high << np.uint64(low_bits)) | low
+        np.add(low, even, out=mixed)
+        _mix(mixed, space)
+        mixed &= high_mask
+        high ^= mixed
+        np.add(high, odd, out=mixed)
+        _mix(mixed, space)
+        mixed &= low_mask
+        low ^= mixed
+    high <<= np.uint64(low_bits)
+    high |= low
+    return high
 
 
-def _mix(words: Words) -> Words:
+def _mix(words: Words, space: Words) -> None:
     """Spread every bit over all 64: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    for shift, factor in _STEPS:
+        np.right_shift(words, shift, out=space)
+        words ^= space
+        words *= factor
+    np.right_shift(words, _LAST_SHIFT, out=space)
+    words ^= space

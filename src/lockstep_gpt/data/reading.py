@@ -46,7 +46,9 @@ GENERATORS = (
 
 def read(dataset: Any, samples: Positions) -> Sequence[Any]:
     """Return samples; at once, if the dataset has torch's `__getitems__` for that."""
-    numbers = np.maximum(samples, 0).tolist()  # padding repeats the first sample
+    numbers = samples.tolist()
+    if numbers[-1] < 0:
+        numbers = [max(number, 0) for number in numbers]  # padding repeats the first sample
     if hasattr(dataset, "__getitems__"):
         items: Sequence[Any] = dataset.__getitems__(numbers)
         return items
@@ -75,6 +77,7 @@ class BatchReader(Dataset[Any]):
         self.collate = collate
         self.pad = pad
         self.drawn: list[int] = []  # generators that samples draw from, as far as reads have shown
+        self._glances: list[bytes] | None = None  # of the others, after the last read
 
     def __getitems__(self, places: Places) -> Any:
         """Return a micro-batch; sample -1 is padding."""
@@ -99,16 +102,17 @@ class BatchReader(Dataset[Any]):
     def _read(self, places: Places) -> Sequence[Any]:
         """Return the samples of a micro-batch."""
         others = [at for at in range(len(GENERATORS)) if at not in self.drawn]
-        before = [GENERATORS[at].glance() for at in others]
+        before = self._glances
+        if before is None:
+            before = [GENERATORS[at].glance() for at in others]
         if self.drawn:
             items = self._read_seeded(places)
         else:
             items = read(self.dataset, places.samples)
-        new = [
-            at
-            for at, glance in zip(others, before, strict=True)
-            if GENERATORS[at].glance() != glance
-        ]
+        after = [GENERATORS[at].glance() for at in others]
+        new = [at for at, *two in zip(others, before, after, strict=True) if two[0] != two[1]]
+        if get_worker_info() is not None:  # nobody else draws there
+            self._glances = None if new else after
         if not new:
             return items
         self.drawn += new
@@ -118,8 +122,7 @@ class BatchReader(Dataset[Any]):
         generators = [GENERATORS[at] for at in self.drawn]
         items = []
         with preserved(generators):
-            positions, samples = places
-            for position, sample in zip(positions.tolist(), samples.tolist(), strict=True):
+            for position, sample in enumerate(places.samples.tolist(), places.first):
                 number = hash_of(self.seed, position)
                 for generator in generators:
                     generator.seed(number)
