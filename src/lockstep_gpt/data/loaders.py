@@ -1,6 +1,7 @@
 """Loaders that give any map-style dataset the promise: the same samples on any number of devices.
 
-class Images(LightningDataModule):
+In a LightningDataModule:
+
     def train_dataloader(self):
         return train_loader(self.train, self.batch, self.trainer, seed=1, workers=4)
 
@@ -10,7 +11,7 @@ class Images(LightningDataModule):
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -41,7 +42,7 @@ class Sized(Protocol):
 
 
 class TrainLoader(Iterable[Any]):
-    """Endless micro-batches of this rank, from the Trainer's step on; see `train_loader`.
+    """Micro-batches of this rank, an epoch of them from the Trainer's step on; see `train_loader`.
 
     Attributes:
         waited: seconds that the consumer has waited for batches so far.
@@ -91,11 +92,15 @@ class TrainLoader(Iterable[Any]):
             self.trainer.accumulate_grad_batches,
             self.samples_seen(self.trainer.global_step),
         )
-        batches = self.batches.of(places)
-        # Lightning ends an epoch by its length; one that is resumed has fewer left.
+        # Lightning counts, and takes fewer of them to end an epoch that is resumed.
+        count = None if self.size is None else len(self)
+        batches = self.batches.of(islice(places, count))
         while True:
             started = time.perf_counter()
-            batch = next(batches)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
             self.waited += time.perf_counter() - started
             yield batch
 
