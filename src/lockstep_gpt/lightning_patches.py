@@ -50,6 +50,14 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
+def end_epoch_as_usual(trainer: Trainer) -> None:
+    """Let a resumed epoch end with its schedulers' update, which Lightning leaves out.
+
+    The setter of the public `fit_loop.restarting` ignores False where `max_steps` is set.
+    """
+    trainer.fit_loop._restarting = False
+
+
 def epoch_sums(trainer: Trainer) -> dict[str, Any]:
     """Return what `self.log` has added up in this epoch of training, by the names of the logs.
 

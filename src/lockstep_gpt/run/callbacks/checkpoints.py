@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.lightning_patches import validation_follows
+from lockstep_gpt.lightning_patches import end_epoch_as_usual, validation_follows
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
@@ -151,11 +151,8 @@ class Checkpoints(StepCallback, Checkpoint):
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
-        """Let a resumed epoch end like any other.
-
-        Lightning updates no schedulers at the end of one, because it hasn't all of its metrics.
-        """
-        trainer.fit_loop.restarting = False
+        """Let a resumed epoch end like any other: all of its metrics were saved."""
+        end_epoch_as_usual(trainer)
         super().on_train_batch_end(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
