@@ -53,6 +53,16 @@ def test_a_difference_of_the_last_bit_counts_without_a_tolerance_only(results):
     assert differences(results(), results(weight=after), tolerance=1e-8)
 
 
+def test_the_log_and_what_schedulers_keep_of_it_may_have_a_tolerance_of_their_own(results):
+    ours, theirs = results(), results(loss="2.0000001")
+    theirs.state["lr_schedulers.0.last"] = 0.10000001
+    found = differences(ours, theirs)
+    assert (found.rows, found.states) == (1, ["lr_schedulers.0.last"])
+    assert not differences(ours, theirs, log_tolerance=1e-6)
+    assert differences(ours, theirs, log_tolerance=1e-8)
+    assert differences(ours, results(moment=0.3), log_tolerance=1.0).states
+
+
 def test_the_sign_of_a_zero_is_a_bit(results):
     assert differences(results(moment=0.0), results(moment=-0.0)).states
 
