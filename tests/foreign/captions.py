@@ -126,7 +126,9 @@ class Captioner(lightning.LightningModule):
             {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, 40)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.hparams.lr, self.trainer.estimated_stepping_batches
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

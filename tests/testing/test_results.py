@@ -63,6 +63,15 @@ def test_the_log_and_what_schedulers_keep_of_it_may_have_a_tolerance_of_their_ow
     assert differences(ours, results(moment=0.3), log_tolerance=1.0).states
 
 
+def test_infinite_states_are_near_themselves_only(results):
+    ours, theirs = results(), results()
+    for both in (ours, theirs):
+        both.state["lr_schedulers.0.mode_worse"] = float("inf")
+    assert not differences(ours, theirs, tolerance=1e-12)
+    theirs.state["lr_schedulers.0.mode_worse"] = 1.0
+    assert differences(ours, theirs, tolerance=1e-12)
+
+
 def test_the_sign_of_a_zero_is_a_bit(results):
     assert differences(results(moment=0.0), results(moment=-0.0)).states
 
