@@ -141,6 +141,20 @@ def test_a_run_that_a_number_of_steps_ends_continues_anywhere(foreign, tmp_path,
     assert other == digest
 
 
+@pytest.mark.parametrize("ends", [{}, {"max_epochs": -1, "steps": 20}])
+@pytest.mark.parametrize(("first", "second"), [(5, 7), (5, 10), (7, 8), (7, 10), (10, 11)])
+def test_a_run_continues_from_a_state_that_a_resumed_run_has_saved(
+    foreign, tmp_path, first, second, ends
+):
+    whole, digest = fit(foreign, (1, 2), tmp_path / "whole", **ends)
+    fit(foreign, (1, 2), tmp_path / "part", checkpoint_path(tmp_path / "whole", first), **ends)
+    path = checkpoint_path(tmp_path / "part", second)
+    rest, other = fit(foreign, (1, 2), tmp_path / "rest", path, **ends)
+    assert rest.epochs == {at: values for at, values in whole.epochs.items() if at > second}
+    assert rest.rates == {at: rate for at, rate in whole.rates.items() if at >= second}
+    assert other == digest
+
+
 def test_a_finished_run_goes_on_with_more_epochs(foreign, tmp_path):
     whole, digest = fit(foreign, (1, 2), tmp_path / "whole")
     fit(foreign, (1, 2), tmp_path / "part", max_epochs=2)
