@@ -43,13 +43,12 @@ def experiment(command, monkeypatch, request):
 
 
 @pytest.fixture
-def train(command, monkeypatch):
+def train(command):
     """Train an experiment to its end; return its results."""
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
 
     def run(name, *more, run_dir):
         place = ("trainer=cpu", "log_every=1", f"run_dir={run_dir}")
-        command("train", *words_of(name, *more), *place)
+        command("train", *words_of(name, *more), *place, PYTHONPATH=str(HERE))
         return results_of(RunDirectory(command.folder / run_dir))
 
     run.folder = command.folder
@@ -135,7 +134,7 @@ def test_workers_change_nothing(train, name):
 
 
 @slow
-@pytest.mark.parametrize("memory", ["true", "false"])
+@pytest.mark.parametrize("memory", ["1", "false"])
 @pytest.mark.parametrize(
     "hook",
     [

@@ -193,12 +193,10 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 
 def _is_equal(ours: Any, theirs: Any, tolerance: float | None) -> bool:
     if not is_tensor(ours) or not is_tensor(theirs):
-        if repr(ours) == repr(theirs):  # also infinite ones, as in `ReduceLROnPlateau`
-            return True
         is_number = isinstance(ours, float) and isinstance(theirs, float)
-        if not is_number or tolerance is None:
-            return False
-        return bool(abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs)))
+        if is_number and tolerance is not None:
+            return math.isclose(ours, theirs, rel_tol=tolerance)  # also infinite ones
+        return repr(ours) == repr(theirs)
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return False
     if tolerance is None or not ours.is_floating_point() or not ours.numel():
