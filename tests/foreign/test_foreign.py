@@ -1,5 +1,6 @@
 """Three experiments whose authors knew nothing of this project, except for its two loaders."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -156,3 +157,52 @@ def test_a_death_in_any_hook_at_the_end_of_an_epoch_changes_nothing(train, hook,
     hurt = train(CLASSIFIER, *words, *death, f"{dies}.note={note}", run_dir="hurt")
     assert note.exists()
     assert not differences(whole, hurt)
+
+
+@pytest.fixture
+def start(command, wait_for):
+    """Start the captions with two workers for each of two ranks; wait until they train."""
+    long = ("max_steps=9999", "val_every=2", "checkpoint.every=2", "trainer.devices=2")
+
+    def begin(*more):
+        words = words_of(CAPTIONS, *long, WORKERS, "trainer=cpu", "run_dir=run", *more)
+        process = command.start("train", *words, PYTHONPATH=str(HERE))
+        present = (command.folder / "run").glob
+        wait_for(lambda: process.poll() is not None or any(present("checkpoints/step=*.ckpt")))
+        return process
+
+    return begin
+
+
+@slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_run_with_workers_saves_and_leaves_no_process(
+    start, command, processes_of, signum
+):
+    process = start()
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signum, f"{out}\n{err}"
+    assert "Traceback" not in out + err
+    assert f"stopped by {signum.name}; step " in out + err
+    assert command.summary("run")["saved"] is True
+    assert processes_of(command.folder / "run") == []
+
+
+@slow
+def test_workers_of_a_killed_run_end_at_once(start, command, wait_for, kill, processes_of):
+    process = start()
+    kill(process.pid)
+    process.communicate(timeout=120)
+    wait_for(lambda: processes_of(command.folder / "run") == [], seconds=3)
+
+
+@slow
+def test_an_error_in_a_worker_is_shown_once_and_is_the_owner_s(command):
+    place = ("trainer=cpu", "trainer.devices=2", "run_dir=run", WORKERS)
+    words = words_of(CAPTIONS, *place, "data._target_=damaged.Damaged")
+    failed = command("train", *words, status=1, PYTHONPATH=str(HERE))
+    printed = failed.stdout + failed.stderr
+    assert printed.count("OSError: picture 7 is damaged") <= 3  # the traceback's, and the last line
+    assert printed.count('damaged.py", line') == 1
+    assert "failed: OSError" in printed.splitlines()[-1]
