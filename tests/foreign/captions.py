@@ -37,7 +37,7 @@ class Pictures(Dataset):
         if self.augment:
             if torch.rand(()) < 0.5:
                 image = image.flip(-1)
-            top, left = random.randint(0, 2), np.random.randint(3)
+            top, left = random.randint(0, 2), np.random.randint(3)  # noqa: NPY002
         image = image[:, top : top + 8, left : left + 8]
         return image.to(torch.get_default_dtype()), caption
 

@@ -27,9 +27,7 @@ class Classifier(lightning.LightningModule):
         logits = self.net(x)
         loss = F.cross_entropy(logits, y)
         self.train_acc(logits, y)
-        self.log(
-            "train/loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True
-        )
+        self.log("train/loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True)
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
         return loss
 
