@@ -40,7 +40,7 @@ class Log(lightning.Callback):
         self.epochs, self.rates = {}, {}
 
     def on_train_epoch_end(self, trainer, _module):
-        names = [name for name in trainer.callback_metrics if name.startswith("train/")]
+        names = [name for name in trainer.callback_metrics if name.startswith(("train/", "val/"))]
         names.remove("train/both_step")  # of the last micro-batch
         values = {name: trainer.callback_metrics[name].item() for name in names}
         self.epochs[trainer.global_step] = values
@@ -81,7 +81,7 @@ def measured(foreign):
     return Measured
 
 
-def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS):
+def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS, steps=-1):
     """Train for some epochs, and save after each step; return what was noted and the weights."""
     module, log = foreign.module(of=measured(foreign)), Log()
     saves = Checkpoints(folder, every=1, keep_last=99, keep_best=0)
@@ -96,7 +96,7 @@ def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS):
             world_size=spread[0],
             accumulation=spread[1],
             loaders=(Data(foreign, spread),),
-            steps=-1,
+            steps=steps,
             max_epochs=max_epochs,
             val_check_interval=1.0,
             check_val_every_n_epoch=1,
@@ -119,6 +119,39 @@ def test_a_run_continues_anywhere_in_its_epochs(foreign, tmp_path, step):
     rest, other = fit(foreign, spread, tmp_path / "rest", path)
     assert rest.epochs == {at: values for at, values in whole.epochs.items() if at > step}
     assert rest.rates == {at: rate for at, rate in whole.rates.items() if at >= step}
+    assert other == digest
+
+
+def test_a_number_of_steps_ends_a_run_as_a_number_of_epochs_does(foreign, tmp_path):
+    """Also what is validated, and how rates change, are the same: Lightning tells them apart."""
+    by_epochs, digest = fit(foreign, (1, 2), tmp_path / "epochs")
+    by_steps, other = fit(foreign, (1, 2), tmp_path / "steps", max_epochs=-1, steps=20)
+    assert by_steps.epochs == by_epochs.epochs
+    assert by_steps.rates == by_epochs.rates
+    assert other == digest
+
+
+@pytest.mark.parametrize("step", [3, 5, 8, 10])
+def test_a_run_that_a_number_of_steps_ends_continues_anywhere(foreign, tmp_path, step):
+    whole, digest = fit(foreign, (1, 2), tmp_path / "whole", max_epochs=-1, steps=20)
+    path = checkpoint_path(tmp_path / "whole", step)
+    rest, other = fit(foreign, (1, 2), tmp_path / "rest", path, max_epochs=-1, steps=20)
+    assert rest.epochs == {at: values for at, values in whole.epochs.items() if at > step}
+    assert rest.rates == {at: rate for at, rate in whole.rates.items() if at >= step}
+    assert other == digest
+
+
+@pytest.mark.parametrize("ends", [{}, {"max_epochs": -1, "steps": 20}])
+@pytest.mark.parametrize(("first", "second"), [(5, 7), (5, 10), (7, 8), (7, 10), (10, 11)])
+def test_a_run_continues_from_a_state_that_a_resumed_run_has_saved(
+    foreign, tmp_path, first, second, ends
+):
+    whole, digest = fit(foreign, (1, 2), tmp_path / "whole", **ends)
+    fit(foreign, (1, 2), tmp_path / "part", checkpoint_path(tmp_path / "whole", first), **ends)
+    path = checkpoint_path(tmp_path / "part", second)
+    rest, other = fit(foreign, (1, 2), tmp_path / "rest", path, **ends)
+    assert rest.epochs == {at: values for at, values in whole.epochs.items() if at > second}
+    assert rest.rates == {at: rate for at, rate in whole.rates.items() if at >= second}
     assert other == digest
 
 

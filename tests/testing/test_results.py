@@ -5,7 +5,14 @@ import torch
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.testing.results import Results, differences, first_of, flat, results_of, rows_of
+from lockstep_gpt.testing.results import (
+    Results,
+    differences,
+    first_of,
+    flat,
+    results_of,
+    rows_of,
+)
 
 
 @pytest.fixture
@@ -51,6 +58,25 @@ def test_a_difference_of_the_last_bit_counts_without_a_tolerance_only(results):
     assert first_of(found, str) == "the last checkpoint, a; no row of 2 rows differs"
     assert not differences(results(), results(weight=after), tolerance=1e-6)
     assert differences(results(), results(weight=after), tolerance=1e-8)
+
+
+def test_the_log_and_what_schedulers_keep_of_it_may_have_a_tolerance_of_their_own(results):
+    ours, theirs = results(), results(loss="2.0000001")
+    theirs.state["lr_schedulers.0.last"] = 0.10000001
+    found = differences(ours, theirs)
+    assert (found.rows, found.states) == (1, ["lr_schedulers.0.last"])
+    assert not differences(ours, theirs, log_tolerance=1e-6)
+    assert differences(ours, theirs, log_tolerance=1e-8)
+    assert differences(ours, results(moment=0.3), log_tolerance=1.0).states
+
+
+def test_infinite_states_are_near_themselves_only(results):
+    ours, theirs = results(), results()
+    for both in (ours, theirs):
+        both.state["lr_schedulers.0.mode_worse"] = float("inf")
+    assert not differences(ours, theirs, tolerance=1e-12)
+    theirs.state["lr_schedulers.0.mode_worse"] = 1.0
+    assert differences(ours, theirs, tolerance=1e-12)
 
 
 def test_the_sign_of_a_zero_is_a_bit(results):

@@ -52,7 +52,8 @@ def test_the_receipt_counts_buckets_that_are_a_second_copy(
 ):
     monkeypatch.setattr(receipt, "backend_here", lambda: "gloo")
     shape = ModelConfig(block_size=64, n_layer=1, n_head=1, n_embd=8)
-    config = Config(max_steps=1, model=shape, trainer={"accelerator": "cpu"}, strategy=changes)
+    parts = {"data": SimpleNamespace(_target_="mine.Data"), "model": shape}
+    config = Config(max_steps=1, **parts, trainer={"accelerator": "cpu"}, strategy=changes)
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(), world_size=2, accumulate_grad_batches=accumulation
     )

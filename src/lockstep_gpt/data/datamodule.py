@@ -7,10 +7,22 @@ import lightning
 import torch
 
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.loaders import EvalLoader, Joined, TrainLoader, eval_loader, train_loader
+from lockstep_gpt.data.loaders import (
+    EvalLoader,
+    Joined,
+    TrainLoader,
+    eval_loader,
+    train_loader,
+)
 from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.packing import Packing, Stream
-from lockstep_gpt.data.windows import Batch, SpreadWindows, Stored, Windows, move_to_device
+from lockstep_gpt.data.windows import (
+    Batch,
+    SpreadWindows,
+    Stored,
+    Windows,
+    move_to_device,
+)
 from lockstep_gpt.errors import UserError
 
 # Training windows of each part, windows of the whole run, tokens of a window, seed -> order.

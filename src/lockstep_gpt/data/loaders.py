@@ -9,8 +9,10 @@ In a LightningDataModule:
         return eval_loader(self.val, self.batch, self.trainer, workers=4)
 """
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
@@ -22,6 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep_gpt.data import worker_processes
 from lockstep_gpt.data.data_place import DataPlace, data_place
 from lockstep_gpt.data.feeding import Feed, groups_of
 from lockstep_gpt.data.order import Order, Places, RankOrder, Shuffled, eval_parts
@@ -322,6 +325,7 @@ class Batches:
                 collate_fn=as_it_is,
                 pin_memory=self._is_pinned,
                 persistent_workers=True,
+                worker_init_fn=partial(worker_processes.begin, os.getpid()),
                 generator=torch.Generator(),  # the global one is training's
             )
         return iter(self._loader)

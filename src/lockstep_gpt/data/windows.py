@@ -94,7 +94,7 @@ class StreamWindows(Dataset[Any]):
 
     def pad(self, stored: Stored, real: int) -> Stored:
         """Return a batch in which rows from `real` on have no targets that count."""
-        return stored._replace(real=real)
+        return Stored(stored.ids, real)
 
     def widen(self, stored: Stored) -> Batch:
         """Return tokens and targets on the batch's device; targets of padding are `IGNORE`."""

@@ -385,7 +385,8 @@ def align_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:
         trainer: of this run.
     """
     loops = checkpoint["loops"]["fit_loop"]
-    epochs = loops["epoch_progress"]["current"]
+    # Not the `current` ones: where a run continues with an epoch's start, one of them stays behind.
+    epochs = loops["epoch_progress"]["total"]
     is_within = epochs["ready"] == epochs["started"] > epochs["completed"]
     if not is_within:
         progress = loops["epoch_loop.batch_progress"]

@@ -43,6 +43,7 @@ def assert_lockstep(
     tolerance: float | None = None,
     precision: str | None = None,
     kill_after: int | None = None,
+    log_tolerance: float | None = None,
 ) -> None:
     """Assert that an experiment has the same results on any number of ranks, and after a kill.
 
@@ -54,7 +55,8 @@ def assert_lockstep(
 
     Args:
         main: what starts a training: a package, run as `python -m PACKAGE train`, or the words of
-            a command to which overrides are added.
+            a command to which overrides are added. `{ranks}` in a word is their number, as in
+            `["torchrun", "--nproc_per_node={ranks}", "-m", "my_gpt", "train"]`.
         overrides: of the experiment; they also decide how long it trains. Ranks are CPUs unless
             they choose a `trainer`.
         ranks: numbers of ranks; the first is the reference of the others.
@@ -63,7 +65,11 @@ def assert_lockstep(
             several numbers of ranks.
         precision: of the experiment, such as `64-true`; None: its own.
         kill_after: also train with two SIGKILLs, of a rank after this step and of the whole
-            command one step later; the bits must be those of the same number of ranks.
+            command one step later; the bits must be those of the same number of ranks. torchrun
+            needs `--max-restarts=1`, and the override `resume=auto`.
+        log_tolerance: how far rows of metrics.csv, and what schedulers keep of them, may be apart
+            on other numbers of ranks; None: as far as weights. Lightning adds what `self.log` gets
+            in float32, in the order of ranks, so its last bits depend on their number.
 
     Raises:
         AssertionError: a run failed, or results differ; it names the first step, the first
@@ -71,10 +77,25 @@ def assert_lockstep(
         UserError: the arguments can't be checked.
     """
     words = [*overrides, *([f"precision={precision}"] if precision else [])]
-    check(main, words, ranks, tolerance, kill_after, report=_say_nothing)
+    check(main, words, ranks, tolerance, kill_after, _say_nothing, log_tolerance)
 
 
 def _say_nothing(_line: str) -> None: ...
+
+
+class Tolerances(NamedTuple):
+    """How far values may be apart, as `assert_lockstep` says; None: their bits must be equal."""
+
+    weights: float | None
+    logged: float | None = None
+
+    @property
+    def log(self) -> float | None:
+        """Of rows of metrics.csv, and of what schedulers keep of them."""
+        return self.weights if self.logged is None else self.logged
+
+
+EXACTLY = Tolerances(None)
 
 
 class Compared(NamedTuple):
@@ -94,6 +115,7 @@ def check(
     tolerance: float | None,
     kill_after: int | None,
     report: Callable[[str], None],
+    log_tolerance: float | None = None,
 ) -> Results:
     """Train and compare as `assert_lockstep` says; return the first run's results.
 
@@ -104,12 +126,13 @@ def check(
         tolerance: see there.
         kill_after: see there.
         report: gets a line for each run.
+        log_tolerance: see there.
     """
     refuse_nothing(ranks, kill_after)
     words = completed(overrides, kill_after)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         checked = Check(Experiment(main, words, Path(folder)), Path(folder), kill_after, report)
-        return checked.all(ranks, tolerance)
+        return checked.all(ranks, Tolerances(tolerance, log_tolerance))
 
 
 def refuse_nothing(ranks: Sequence[int], kill_after: int | None) -> None:
@@ -150,25 +173,25 @@ class Check:
         self._kill_after = kill_after
         self._report = report
 
-    def all(self, ranks: Sequence[int], tolerance: float | None) -> Results:
+    def all(self, ranks: Sequence[int], tolerance: Tolerances) -> Results:
         """Compare each run with the first, and each killed one with that of its ranks."""
         first: Compared | None = None
         for count in dict.fromkeys(ranks):
             plain = self._trained(count, first, tolerance)
             if first is None:
                 first = plain
-                refuse_inexact(self._directory(plain.run), ranks, tolerance)
+                refuse_inexact(self._directory(plain.run), ranks, tolerance.weights)
             else:
                 self._compare(first, plain, tolerance)
             if self._kill_after is not None:
-                self._compare(plain, self._killed(count), None)
+                self._compare(plain, self._killed(count), EXACTLY)
         assert first is not None
         return first.results
 
     def _directory(self, run: str) -> RunDirectory:
         return RunDirectory(self._folder / run)
 
-    def _trained(self, ranks: int, first: Compared | None, tolerance: float | None) -> Compared:
+    def _trained(self, ranks: int, first: Compared | None, tolerance: Tolerances) -> Compared:
         """Train without a kill; if that fails and the first run didn't, say where they part."""
         name = counted(ranks, "rank")
         started = time.monotonic()
@@ -178,7 +201,7 @@ class Check:
             if first is None or failure.status == 2:
                 raise
             finding = self._recorded(
-                first, Compared(name, str(ranks), ranks, first.results), tolerance
+                first, Compared(name, str(ranks), ranks, first.results), tolerance.weights
             )
             if finding is None:
                 raise
@@ -199,15 +222,15 @@ class Check:
         self._report(f"  {compared.name:<18}{compared.results.digest()[:12]}{seconds:6.0f} s")
         return compared
 
-    def _compare(self, first: Compared, other: Compared, tolerance: float | None) -> None:
+    def _compare(self, first: Compared, other: Compared, tolerance: Tolerances) -> None:
         """Raise an `AssertionError` if the results differ."""
-        found = differences(first.results, other.results, tolerance)
+        found = differences(first.results, other.results, tolerance.weights, tolerance.log)
         if not found:
             return
         names = (first.name, other.name)
         where = first_of(found, names.__getitem__)
         head = f"{other.name} and {first.name} differ: {found.text()}\nfirst in: {where}"
-        finding = self._explained(first, other, found, tolerance)
+        finding = self._explained(first, other, found, tolerance.weights)
         raise AssertionError(f"{head}\n{finding.text() if finding else NOT_AGAIN}")
 
     def _explained(
@@ -215,9 +238,11 @@ class Check:
     ) -> Finding | None:
         """Return why two results differ: from the results, or from recordings of further runs."""
         if not found.weights and not found.states:
-            cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
-            return metric_finding(*cell, other.killed)
-        return self._recorded(first, other, tolerance)
+            return _of_log(found, other)
+        finding = self._recorded(first, other, tolerance)
+        if finding is None and found.cells and not found.weights:  # a scheduler monitors one
+            return _of_log(found, other)
+        return finding
 
     def _recorded(
         self, first: Compared, other: Compared, tolerance: float | None
@@ -238,6 +263,12 @@ class Check:
                 pass  # what it has recorded may show why
             recordings.append(read_recording(folder))
         return diagnose(recordings[0], recordings[1], tolerance, other.killed)
+
+
+def _of_log(found: Differences, other: Compared) -> Finding:
+    """Return what it means that the log differs, and nothing that it was computed from."""
+    cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
+    return metric_finding(*cell, other.killed)
 
 
 NOT_AGAIN = (

@@ -18,6 +18,7 @@ LIMIT = 600  # longest time for any one start of a run, in seconds
 POLL = 0.05
 LOG_LINES = 12  # of a failed run's output
 SECONDS_TO_END = 10  # for the ranks of a command that was killed
+RANKS = "{ranks}"  # in a word of the command
 CALLBACKS = "+callbacks.check"  # our own nodes among those of the experiment
 
 
@@ -34,7 +35,7 @@ class Experiment:
 
     Args:
         main: what starts a training: a package, run as `python -m PACKAGE train`, or the words of
-            a command to which overrides are added.
+            a command to which overrides are added; `{ranks}` in a word is their number.
         overrides: of each run.
         folder: for the runs; an existing one.
     """
@@ -95,7 +96,7 @@ class Experiment:
         place = f"run_dir={self._folder / name}"
         with self._output(name).open("a", encoding="utf-8") as output:
             process = subprocess.Popen(
-                [*self._command, *words, place],
+                [*(word.replace(RANKS, str(ranks)) for word in self._command), *words, place],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 TIMED = ("throughput/", "system/", "data/wait_share")  # columns of metrics.csv that may differ
 WEIGHTS = "state_dict."
-STATES = ("optimizer_states.", "lr_schedulers.")
+SCHEDULERS = "lr_schedulers."
+STATES = ("optimizer_states.", SCHEDULERS)
 STEP = "trainer/step"
 Row = dict[str, str]
 
@@ -101,21 +102,30 @@ def flat(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, content
 
 
-def differences(first: Results, other: Results, tolerance: float | None = None) -> Differences:
+def differences(
+    first: Results,
+    other: Results,
+    tolerance: float | None = None,
+    log_tolerance: float | None = None,
+) -> Differences:
     """Return how another run differs from the first one.
 
     Args:
         first: the results of a run.
         other: those of another.
-        tolerance: how far values may be apart, relative to the largest one of the tensor or of the
-            column; None: they must have the same bits.
+        tolerance: how far values may be apart, relative to the largest one of the tensor; None:
+            they must have the same bits.
+        log_tolerance: the same for rows, relative to the largest value of the column, and for what
+            schedulers keep; None: `tolerance`.
     """
-    rows = _differing_rows(first.rows, other.rows, tolerance)
+    log_tolerance = tolerance if log_tolerance is None else log_tolerance
+    rows = _differing_rows(first.rows, other.rows, log_tolerance)
     names = [name for name in {**first.state, **other.state} if name not in first.state]
     missing = object()
     for name, value in first.state.items():
         theirs = other.state.get(name, missing)
-        if theirs is missing or not _is_equal(value, theirs, tolerance):
+        allowed = log_tolerance if name.startswith(SCHEDULERS) else tolerance
+        if theirs is missing or not _is_equal(value, theirs, allowed):
             names.append(name)
     weights = [name.removeprefix(WEIGHTS) for name in names if name.startswith(WEIGHTS)]
     states = [name for name in names if not name.startswith(WEIGHTS)]
@@ -185,7 +195,7 @@ def _is_equal(ours: Any, theirs: Any, tolerance: float | None) -> bool:
     if not is_tensor(ours) or not is_tensor(theirs):
         is_number = isinstance(ours, float) and isinstance(theirs, float)
         if is_number and tolerance is not None:
-            return bool(abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs)))
+            return math.isclose(ours, theirs, rel_tol=tolerance)  # also infinite ones
         return repr(ours) == repr(theirs)
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return False
