@@ -1,4 +1,4 @@
-"""`lockstep-gpt evaluate RUN`: the metrics of held-out data, or the loss of any text."""
+"""`lockstep-gpt evaluate RUN`: metrics of held-out data, or the loss of a text."""
 
 from __future__ import annotations
 
