@@ -99,13 +99,10 @@ def ends(copy, command, python_of_forks):
 
 @pytest.mark.slow
 def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
-    assert (len(FILES), len(OF_FILES)) == (15, 12)
+    assert (len(FILES), len(OF_FILES)) == (15, 10)
     (command.folder / "mine.py").write_text(MINE)
     for place, content in FILES:
         (copy / place).write_text(content, encoding="utf-8")
-    (command.folder / "books").mkdir()
-    for name in ("one", "two"):
-        (command.folder / f"books/{name}.txt").write_text(f"Book {name} has a few words. " * 99)
     statuses, err = ends(OF_FILES)
     assert statuses == "=" + " 0" * len(OF_FILES), err
     names = re.findall(r"run_dir=runs/(\S+)", "\n".join(OF_FILES))
