@@ -109,6 +109,14 @@ def test_exact_sums_have_equal_bits_on_any_number_of_ranks(experiment, name, mor
 
 
 @slow
+def test_what_a_scheduler_monitors_is_found_as_a_sum_of_the_log_that_rounds(experiment):
+    """Its state differs as the log does; weights and the states of the optimizer are equal."""
+    with pytest.raises(AssertionError, match=r"1 of 43 states of optimizers") as failure:
+        experiment(CLASSIFIER, "batch.exact_micro_size=3", "max_steps=6", ranks=(1, 2))
+    assert "\ncause: rounding: weights and optimizer are equal" in str(failure.value)
+
+
+@slow
 @pytest.mark.parametrize(
     ("name", "more", "ranks"),
     [

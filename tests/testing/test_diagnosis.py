@@ -283,6 +283,12 @@ def test_a_step_that_a_rank_has_not_recorded_is_left_out(tmp_path):
     assert read_recording(tmp_path / "absent") == {}
 
 
+def test_a_column_that_differs_in_its_last_digits_alone_is_rounded():
+    finding = metric_finding(5, "val/loss", ("1.3487333059310913", "1.3487332661946614"))
+    assert finding.cause.startswith("rounding")
+    assert "log_tolerance" in finding.remedy
+
+
 def test_a_column_that_differs_alone_is_a_metric_by_rank():
     finding = metric_finding(7, "val/accuracy", ("0.5", ""))
     assert finding.text().splitlines()[0] == (

@@ -384,6 +384,14 @@ def metric_finding(
             "metric had before the restart is lost",
             "log it with Mean, or keep its values in a callback's state_dict",
         )
+    if _differ_by_rounding(*values):
+        return Finding(
+            step,
+            what,
+            "rounding: weights and optimizer are equal; Lightning adds what is logged in the order "
+            "of ranks",
+            "log it with Mean, whose bits don't depend on ranks, or allow a log_tolerance of 1e-6",
+        )
     return Finding(
         step,
         what,
@@ -391,3 +399,10 @@ def metric_finding(
         "samples",
         "log it with sync_dist=True, or with Mean, whose bits don't depend on ranks",
     )
+
+
+def _differ_by_rounding(ours: str, theirs: str) -> bool:
+    try:
+        return math.isclose(float(ours), float(theirs), rel_tol=ROUNDING)
+    except ValueError:  # one is missing
+        return False
