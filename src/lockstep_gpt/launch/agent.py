@@ -5,6 +5,7 @@ It is its own process because the parent must not import torch. Ranks restart on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -262,8 +263,25 @@ class RankAgent(LocalElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = FAILURE_GRACE
     ) -> None:
         self._shared_stop.announce()
-        if ranks := processes_of(self):
-            ranks.close(death_sig, timeout)
+        ranks = processes_of(self)
+        if not ranks:
+            return
+        if death_sig != signal.SIGKILL:
+            self._stop_ranks(death_sig, timeout)
+            death_sig, timeout = signal.SIGKILL, 1  # of those that are left
+        ranks.close(death_sig, timeout)
+
+    def _stop_ranks(self, signum: signal.Signals, seconds: float) -> None:
+        """Signal the ranks, and wait for their end.
+
+        Torch would signal their process groups: a rank fails if that ends a worker of its loader.
+        """
+        for pid in self.live_ranks():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signum)
+        limit = time.monotonic() + seconds
+        while (live := self.live_ranks()) and (left := limit - time.monotonic()) > 0:
+            processes.wait_for_end(live, left)
 
     def status(self, result: RunResult, node_rank: int) -> int:
         """Print the last line of a failed run; return the exit status of this agent."""
