@@ -59,12 +59,13 @@ def epoch_sums(trainer: Trainer) -> dict[str, Any]:
     return results
 
 
-def set_logged_steps(checkpoint: dict[str, Any], number: int) -> None:
-    """Set a checkpoint's number of steps by which Lightning decides when to log, and at which step.
+def count_logged_steps(trainer: Trainer) -> None:
+    """Set the number of steps by which Lightning decides when to log, and at which step.
 
-    Lightning keeps it apart from its public `global_step`, and finds it only in its own entry.
+    Lightning keeps it apart from its public `global_step`. Before the first micro-batch of a run
+    that was resumed, it may be one less, depending on when the state was saved.
     """
-    checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] = number
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def skip_teardown(trainer: Trainer) -> None:

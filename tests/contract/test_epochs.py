@@ -1,10 +1,12 @@
 """A run that is killed anywhere in its epochs leaves no trace in what they measure and schedule."""
 
+import csv
 import warnings
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -57,6 +59,7 @@ def measured(foreign):
             super().__init__("dict", dropout=0.2)
             self.accuracy = MulticlassAccuracy(2, average="micro")
             self.mean = MeanMetric()
+            self.held_out = MulticlassAccuracy(2, average="micro")
 
         def training_step(self, batch, batch_idx):
             logits = self.net(batch["x"])
@@ -71,6 +74,11 @@ def measured(foreign):
             self.log("train/both", loss, on_step=True, on_epoch=True, sync_dist=True)
             return loss
 
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.held_out(self.net(batch["x"]), batch["y"])
+            self.log("val/accuracy", self.held_out, on_step=False, on_epoch=True)
+
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -81,7 +89,7 @@ def measured(foreign):
     return Measured
 
 
-def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS, steps=-1):
+def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS, steps=-1, **settings):
     """Train for some epochs, and save after each step; return what was noted and the weights."""
     module, log = foreign.module(of=measured(foreign)), Log()
     saves = Checkpoints(folder, every=1, keep_last=99, keep_best=0)
@@ -98,11 +106,10 @@ def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS, steps=-1):
             loaders=(Data(foreign, spread),),
             steps=steps,
             max_epochs=max_epochs,
-            val_check_interval=1.0,
-            check_val_every_n_epoch=1,
             limit_val_batches=1.0,
             plugins=[AtomicCheckpointIO()],
             ckpt_path=ckpt_path,
+            **{"val_check_interval": 1.0, "check_val_every_n_epoch": 1, **settings},
         )
     return log, foreign.digest(module)
 
@@ -155,6 +162,16 @@ def test_a_run_continues_from_a_state_that_a_resumed_run_has_saved(
     assert other == digest
 
 
+def test_a_validation_counts_its_own_samples_after_a_resume(foreign, tmp_path):
+    """The state after a validation in mid-epoch has metrics that the next one must not add to."""
+    settings = {"val_check_interval": 4, "check_val_every_n_epoch": None}  # micro-batches
+    whole, digest = fit(foreign, (1, 2), tmp_path / "whole", **settings)
+    path = checkpoint_path(tmp_path / "whole", 2)
+    rest, other = fit(foreign, (1, 2), tmp_path / "rest", path, **settings)
+    assert rest.epochs == whole.epochs
+    assert other == digest
+
+
 def test_a_finished_run_goes_on_with_more_epochs(foreign, tmp_path):
     whole, digest = fit(foreign, (1, 2), tmp_path / "whole")
     fit(foreign, (1, 2), tmp_path / "part", max_epochs=2)
@@ -162,6 +179,23 @@ def test_a_finished_run_goes_on_with_more_epochs(foreign, tmp_path):
     rest, other = fit(foreign, (1, 2), tmp_path / "rest", path)
     assert rest.epochs == {at: values for at, values in whole.epochs.items() if at > 10}
     assert other == digest
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 8, 10])
+def test_what_a_step_logs_is_in_the_same_rows_after_a_resume(foreign, tmp_path, step):
+    """Lightning logs `self.log` every second step: of the run, not of the part since a resume."""
+
+    def rows(name, ckpt_path=None):
+        logger = CSVLogger(tmp_path, name=f"{name}-rows", version=0)
+        fit(foreign, (1, 2), tmp_path / name, ckpt_path, logger=logger, log_every_n_steps=2)
+        with (tmp_path / f"{name}-rows" / "version_0" / "metrics.csv").open(newline="") as file:
+            table = [*csv.DictReader(file)]
+        return {int(row["step"]): row["train/both_step"] for row in table if row["train/both_step"]}
+
+    whole = rows("whole")
+    assert [*whole] == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]
+    rest = rows("rest", checkpoint_path(tmp_path / "whole", step))
+    assert rest == {at: value for at, value in whole.items() if at >= step}
 
 
 @slow

@@ -185,7 +185,7 @@ def resume(
     devices = before["trainer"].get("devices")
     if not sets_devices and placement.devices != devices:
         changes.append(f"trainer.devices: {devices} -> {placement.devices}")
-    steps = schedule.plan_schedule(config, batch).total_steps
+    steps = schedule.plan_steps(config, batch)
     is_forced = sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints

@@ -28,11 +28,27 @@ class EpochValues:
 
     def __init__(self) -> None:
         self._sums: list[dict[str, State]] = []  # of ranks, to add to what is logged first
+        self._counts: dict[str, int] = {}  # metric -> its updates before a validation
+        self._validated: set[str] = set()  # metrics of validations, which begin anew in each
+
+    def begin_validation(self, module: LightningModule) -> None:
+        """Note the metrics before a validation."""
+        self._counts = {name: metric.update_count for name, metric in metrics_in(module)}
+
+    def end_validation(self, module: LightningModule) -> None:
+        """Note which metrics are of validations: they are not of the epoch."""
+        for name, metric in metrics_in(module):
+            if metric.update_count != self._counts.get(name, 0):
+                self._validated.add(name)
 
     def save(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """Return the values of each rank; every rank must call this."""
         own = {
-            "metrics": {name: state_of(metric) for name, metric in metrics_in(module)},
+            "metrics": {
+                name: state_of(metric)
+                for name, metric in metrics_in(module)
+                if name not in self._validated
+            },
             "sums": {name: state_of(metric) for name, metric in sums_in(trainer)},
         }
         ranks: list[dict[str, Any]] = from_each_rank(own)

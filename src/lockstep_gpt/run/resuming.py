@@ -18,7 +18,6 @@ from lockstep_gpt.distributed.ranks import (
     ranks_unlike_rank_zero,
 )
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.lightning_patches import set_logged_steps
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED_TO_RESUME,
@@ -357,20 +356,12 @@ def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None
 
     Args:
         checkpoint: of any number of devices; changed in place.
-        trainer: of this run, in which `val_check_interval` is a number of micro-batches.
+        trainer: of this run.
     """
-    step = checkpoint["global_step"]
-    batches = step * trainer.accumulate_grad_batches
+    batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for scope in ("total", "current"):
         progress[scope] = dict.fromkeys(progress[scope], batches)
-    interval = trainer.val_check_interval
-    # If the saved step ends with a validation, Lightning begins by passing over it, and counts the
-    # step then.
-    is_passed_over = (
-        trainer.enable_validation and isinstance(interval, int) and batches % interval == 0
-    )
-    set_logged_steps(checkpoint, step - is_passed_over)
 
 
 def align_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:

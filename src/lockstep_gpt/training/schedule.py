@@ -184,7 +184,9 @@ def _steps(steps: int | None, tokens: int | None, batch: BatchPlan) -> int:
     """Return a budget in steps, rounding tokens up to whole steps; 0 without a budget."""
     if steps is not None:
         return steps
-    return -(-(tokens or 0) // batch.tokens_per_step)
+    if tokens is None:
+        return 0
+    return -(-tokens // batch.tokens_per_step)
 
 
 def _decay_steps(config: Config, total_steps: int, warmup_steps: int) -> int:

@@ -11,7 +11,7 @@ from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.run.directory import differences, some_of
-from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
+from lockstep_gpt.training.schedule import BatchPlan, plan_steps
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
 LENGTH = ("max_steps", "max_tokens")
@@ -24,7 +24,7 @@ def samples_of(config: Config) -> int:
     size = config.batch.global_size
     assert size is not None, "frozen"
     batch = BatchPlan(size, 1, 1, 1, config.model.block_size)
-    return plan_schedule(config, batch).total_steps * size
+    return plan_steps(config, batch) * size
 
 
 def order_of(config: Config, folder: Path) -> MixedOrder:

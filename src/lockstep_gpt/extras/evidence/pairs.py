@@ -52,7 +52,7 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
     def job(composed: DictConfig) -> None:
         values, config = compose.resolve_config(composed)
         placement, batch = start.place_run(config)
-        steps = schedule.plan_schedule(config, batch).total_steps
+        steps = schedule.plan_steps(config, batch)
         data = {**values["data"], "fingerprint": start.prepare_data(config)}
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
         tokens = steps * batch.tokens_per_step

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.lightning_patches import validation_follows
+from lockstep_gpt.lightning_patches import count_logged_steps, validation_follows
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
@@ -149,6 +149,11 @@ class Checkpoints(StepCallback, Checkpoint):
         """Save what waits for it, unless the epoch ends: then, when the next one begins."""
         if self._waits and not ends_epoch(trainer):
             self.save(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
+        """Let what a resumed run logs have the same steps."""
+        if trainer.fit_loop.restarting and pl_module.automatic_optimization:
+            count_logged_steps(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
         """Let a resumed epoch end like any other.

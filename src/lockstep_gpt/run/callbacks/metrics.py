@@ -192,9 +192,11 @@ class Metrics(StepCallback):
         self._paused_at = time.perf_counter()
         self._means = means_of(pl_module)
         self._trained = {name: mean.count for name, mean in self._means.items()}
+        self._epoch_values.begin_validation(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute what the validation has measured, also for callbacks that monitor it."""
+        self._epoch_values.end_validation(pl_module)
         updated = {
             name: mean
             for name, mean in self._means.items()
