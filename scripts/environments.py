@@ -142,6 +142,11 @@ class Environment:
         rebuild = stamped[:1] != wanted[:1]  # another folder or Python, or incomplete
         if self.versions != "pinned":  # remove what an earlier resolution left
             rebuild = rebuild or stamped[:2] != wanted[:2]
+        if rebuild and self.folder.is_symlink():
+            refuse(
+                f"{folder} is a link to {self.folder.resolve()}, which would be cleared; remove "
+                "the link, and an environment is made here"
+            )
         self.stamp.unlink(missing_ok=True)
         if rebuild and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
             refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")

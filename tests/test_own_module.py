@@ -257,6 +257,18 @@ def test_a_run_is_resumed_with_its_arguments_and_refuses_others(train):
 
 
 @pytest.mark.slow
+def test_a_run_whose_experiment_says_nothing_of_the_gpt_is_resumed(train):
+    """Its schedule, of which nothing is set, isn't asked for."""
+    (train.folder / "conf/experiment").mkdir()
+    bare = train.folder / "conf/experiment/bare.yaml"
+    bare.write_text("# @package _global_\nbatch:\n  global_size: 8\n  reference_size: 8\n")
+    train("experiment=bare", "run_dir=run", "max_steps=10")
+    train.command("train", "run_dir=run", "resume=auto", "max_steps=20")
+    train("experiment=bare", "run_dir=whole")
+    assert train.summary("run")["weights"]["20"] == train.summary("whole")["weights"]["20"]
+
+
+@pytest.mark.slow
 def test_a_sweep_of_an_argument_gets_the_monitored_value(train):
     watched = ("checkpoint.monitor=val/acc", "checkpoint.mode=max", "checkpoint.every=10")
     printed = train("--multirun", "run_dir=sweep", "module.lr=1e-5,1e-2", *watched).stdout

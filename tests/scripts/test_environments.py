@@ -229,3 +229,15 @@ def test_real_installers_take_the_versions_of_each_set(root, installer, quick_ve
         "pinned": "needed 2.0",
         "newest": "needed 3.0rc1",
     }
+
+
+def test_a_linked_environment_is_not_cleared(root, tmp_path):
+    """It may be that of another checkout."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    environment = load(root).Environment()
+    environment.folder.symlink_to(other)
+    with pytest.raises(SystemExit):
+        environment.set_up()
+    assert (other / "precious").exists()

@@ -107,8 +107,8 @@ class ClipAndSkip(StepCallback):
             first = step - excess + 1  # all from this one on were skipped
             raise RunError(
                 f"step {first}: the gradient is not finite, and guard.max_skipped="
-                f"{self.max_skipped}; the weights are those of step {first - 1}; lower optim.lr, "
-                "or allow more"
+                f"{self.max_skipped}; the weights are those of step {first - 1}; lower the "
+                "learning rate, or allow more"
             )
 
     def state_dict(self) -> dict[str, Any]:
