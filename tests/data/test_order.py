@@ -80,7 +80,7 @@ def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first, 
 def test_the_stream_continues_over_the_windows_that_it_draws_at_once():
     order = rank_order(0, 50_000, 512, 0, 1)
     count = CHUNK // 512
-    for number, places in enumerate(islice(order, 3 * count)):
+    for number, places in enumerate(islice(order, 4 * count)):
         np.testing.assert_array_equal(places.samples, micro_batch(order, number))
 
 
