@@ -126,15 +126,17 @@ def test_a_rank_aborted_by_nccl_s_watchdog_is_restarted_once(command):
     assert "(2 of 3)" not in said
 
 
-def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
-    closed = []
+def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save(monkeypatch):
+    closed, stopped = [], []
+    monkeypatch.setattr(RankAgent, "_stop_ranks", lambda _self, *given: stopped.append(given))
     context = SimpleNamespace(close=lambda *given: closed.append(given))
     agent = RankAgent.__new__(RankAgent)
     agent._pcontext, agent._shutdown_timeout = context, 60
     alone = SimpleNamespace(group_world_size=1)
     agent._shared_stop = SharedStop(alone, None, FirstSignal(), stops_all=True, has_store=True)
     agent._stop_workers(None)
-    assert closed == [(signal.SIGTERM, FAILURE_GRACE)]
+    assert stopped == [(signal.SIGTERM, FAILURE_GRACE)]
+    assert closed == [(signal.SIGKILL, 1)]  # those that are left
     assert FAILURE_GRACE <= 5
 
 

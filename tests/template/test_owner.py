@@ -150,17 +150,33 @@ def change(path, old, new):
     path.write_text(text.replace(old, new), "utf-8")
 
 
+# What the page expects to be there, or installed.
+MINE = '''\
+"""A module and data of one's own."""
+
+from lightning import LightningDataModule, LightningModule
+
+
+class Module(LightningModule):
+    """What is trained."""
+
+
+class Data(LightningDataModule):
+    """What it is trained on."""
+'''
+
+
 def follow(project):
     """Do what the page on extensions tells."""
     page = (project / "docs/extend.md").read_text("utf-8")
     files = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    write(project, dict(files))
+    write(project, {**dict(files), "mine.py": MINE})
     changes = re.findall(r"^In `(\S+)`.+?```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     for name, difference in changes:
         lines = difference.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
         change(project / name, old, new)
-    assert (len(files), len(changes)) == (14, 2)
+    assert (len(files), len(changes)) == (16, 2)
 
 
 @pytest.mark.slow
