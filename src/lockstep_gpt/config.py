@@ -24,7 +24,7 @@ from lockstep_gpt.data.data_settings import (
     data_class,
 )
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.launch_settings import LaunchConfig
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
@@ -82,7 +82,7 @@ class Config(Checked):
     optim: OptimConfig = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -180,7 +180,7 @@ GROUPS: dict[str, type[Checked]] = {
     "optim": OptimConfig,
     "checkpoint": CheckpointConfig,
     "guard": GuardConfig,
-    "launch": LaunchConfig,
+    "launch": LaunchSettings,
     "kernels": KernelConfig,
 }
 

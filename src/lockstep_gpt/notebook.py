@@ -30,7 +30,13 @@ from lockstep_gpt.launch import compose as composing
 from lockstep_gpt.launch.commands import log_to_stdout
 from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.launch.start import Freezing, NewRun, prepare_data
+from lockstep_gpt.launch.start import (
+    RANK,
+    Freezing,
+    NewRun,
+    prepare_data,
+    prepare_gpt,
+)
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
@@ -184,7 +190,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
 def _in_directory(directory: RunDirectory, values: dict[str, Any]) -> Parts:
     """Return the parts of a training that fills a new run directory."""
     with contextlib.ExitStack() as stack:
-        freezing = Freezing(NewRun(directory, from_container(values), values), stack)
+        freezing = Freezing(NewRun(directory, values, RANK, prepare_gpt), stack)
         with log_to_stdout():
             freezing.freeze()
         try:

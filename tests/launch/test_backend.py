@@ -51,10 +51,10 @@ def test_a_launcher_s_ranks_ask_for_nccl(command, monkeypatch, two_gpus, name, a
 
 
 def test_an_agent_s_ranks_ask_for_nccl(command, monkeypatch, two_gpus):
-    def be_rank_zero(run, _node_rank):
+    def be_rank_zero(run, function, _node_rank):
         for variable, value in RANK.items():
             monkeypatch.setenv(variable, value)
-        return Ended(rank_program.run_rank(run))
+        return Ended(rank_program.run_rank(run, function))
 
     class Ended:
         def __init__(self, status):

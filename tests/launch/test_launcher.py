@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.launch import launcher, start
-from lockstep_gpt.launch.launch_settings import LaunchConfig
 from lockstep_gpt.launch.start import NewRun
 
 SKEWED = """
@@ -217,15 +215,14 @@ def test_rank_zero_shows_signs_of_life_while_it_prepares(monkeypatch, wait_for):
 
 @pytest.mark.parametrize("status", [0, 1, 2, 75, 130])
 def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, status, tmp_path):
-    run = SimpleNamespace(load=lambda: None, config=tmp_path / "none")
+    run = SimpleNamespace(values=dict, config=tmp_path / "none")
     monkeypatch.setattr(start, "mode_of", lambda _: start.StartMode.LAUNCHER)
     monkeypatch.setattr(launcher, "meet", lambda _: None)
     monkeypatch.setattr(launcher, "agree", lambda *_: run)
-    monkeypatch.setattr(start, "prepare_data", lambda _: None)
     monkeypatch.setattr(start, "_run_rank", lambda *_: status)
     ended = []
     monkeypatch.setattr(start, "end_process", ended.append)
-    assert start.start(NewRun(run, SimpleNamespace(logger={}), {})) == status
+    assert start.start(NewRun(run, {}, "a:b", dict)) == status
     assert ended == [status] * (status in (1, 75))  # a mistake, status 2, leaves the run unchanged
 
 
@@ -279,9 +276,9 @@ def test_the_limit_of_the_meeting_is_the_run_s_setting(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    launcher.meet(Config(max_steps=1, launch=LaunchConfig(join_seconds=7)))
+    launcher.meet(7)
     ((*limits, hint),) = meetings
     assert limits == [3, 4, 7]
     assert hint.startswith("rank 3 of 4 meets them at node0:29500; start all with ")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launcher.meet(Config(max_steps=1)) is None
+    assert launcher.meet(7) is None

@@ -9,7 +9,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import waiting
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, meeting, start
-from lockstep_gpt.launch.launch_settings import LaunchConfig
+from lockstep_gpt.launch.launch_settings import Launch, LaunchSettings
 from lockstep_gpt.launch.machines import rendezvous_parameters
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -22,8 +22,7 @@ VALUES = {
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
     "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
-    "trainer": {"num_nodes": 2, "devices": 1},
-    "launch": {"node_rank": 1},
+    "trainer": {"num_nodes": 2, "devices": 1, "accelerator": "cpu"},
 }
 PLACE = "10.0.0.1:29500"
 
@@ -32,85 +31,87 @@ PLACE = "10.0.0.1:29500"
 def run(tmp_path, monkeypatch):
     """A run directory that this machine, number 1 of 2, shares with the first."""
     monkeypatch.setattr(machines, "own_address", lambda _: ("10.0.0.2", "eth7"))
-    monkeypatch.setattr(start, "prepare_data", lambda _: "tokens")
-    monkeypatch.setattr(start.supervise, "supervise", lambda _, node_rank: 40 + node_rank)
+    monkeypatch.setattr(
+        start.supervise, "supervise", lambda _, _function, node_rank=0: 40 + node_rank
+    )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return RunDirectory(tmp_path / "run")
 
 
-def start_machine(run, values, config):
+def start_machine(run, values, *, is_named=True):
     """Start this machine's part of the run; return its exit status."""
-    return start.start(NewRun(run, config, values))
+    return start.start(NewRun(run, values, "a:b", dict, is_named=is_named))
 
 
-def config(node_rank=1, join_seconds=0.3, **settings):
-    place = {"run_dir": "run", "rdzv_endpoint": PLACE, **settings}
-    launch = LaunchConfig(
-        node_rank=node_rank,
-        rdzv_endpoint=place["rdzv_endpoint"],
-        join_seconds=join_seconds,
-        min_nodes=1,
-    )
-    trainer = {"num_nodes": 2, "devices": 1, "accelerator": "cpu"}
-    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
-    parts = {"batch": BatchConfig(micro_size=4), "model": model, "trainer": trainer}
-    return Config(max_steps=3, run_dir=place["run_dir"], launch=launch, **parts)
+def settings_of(node_rank=1, join_seconds=0.3, rdzv_endpoint=PLACE):
+    given = {"node_rank": node_rank, "join_seconds": join_seconds}
+    return {**given, "rdzv_endpoint": rdzv_endpoint, "min_nodes": 1}
+
+
+def values_of(**settings):
+    """Return the values of a machine that has these settings of `launch`."""
+    return {**VALUES, "launch": settings_of(**settings)}
+
+
+def launch_of(**settings):
+    return Launch.of(values_of(**settings))
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "is_named", "line"),
     [
-        (
-            {"run_dir": None},
-            "run_dir=null with trainer.num_nodes=2; set it to the same folder on all",
-        ),
+        ({}, False, "run_dir=null with trainer.num_nodes=2; set it to the same folder on all"),
         (
             {"rdzv_endpoint": None},
+            True,
             "launch.rdzv_endpoint=null with trainer.num_nodes=2; set it to the same HOST:PORT of "
             "machine 0 on all",
         ),
-        ({"node_rank": 2}, "launch.node_rank=2 must be from 0 to 1"),
+        ({"node_rank": 2}, True, "launch.node_rank=2 must be from 0 to 1"),
     ],
 )
-def test_settings_that_all_machines_need_are_required(run, settings, line):
+def test_settings_that_all_machines_need_are_required(run, settings, is_named, line):
     with pytest.raises(UserError, match=line):
-        start_machine(run, VALUES, config(**settings))
+        start_machine(run, values_of(**settings), is_named=is_named)
 
 
-def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start(run):
-    odd = {**VALUES, "batch": {"global_size": 2 * 3}}
-    with pytest.raises(UserError, match=r"global_size=6 is not divisible by batch\.micro"):
-        start_machine(run, odd, config(node_rank=0))
+def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start():
+    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
+    batch = BatchConfig(micro_size=1, global_size=4)
+    settings = {"batch": batch, "model": model, "max_steps": 3}
+    trainer = {"num_nodes": 4, "devices": 1, "accelerator": "cpu"}
+    with pytest.raises(UserError, match=r"global_size=4 is not divisible by batch\.micro.* 3 node"):
+        start.place_run(Config(**settings, trainer=trainer, launch=LaunchSettings(min_nodes=2)))
 
 
 def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):
-    assert start_machine(run, VALUES, config(node_rank=0)) == 40
-    assert run.values() == {**VALUES, "data": {**VALUES["data"], "fingerprint": "tokens"}}
-    other = {**VALUES, "launch": {"node_rank": 0}}  # settings of one machine may differ
-    assert start_machine(run, other, config()) == 41
+    values = values_of(node_rank=0)
+    assert start_machine(run, values) == 40
+    assert run.values() == values
+    assert start_machine(run, values_of()) == 41  # settings of one machine may differ
 
 
 def test_a_machine_that_joins_late_is_not_refused_for_what_the_run_has_decided(run):
-    run.create({**VALUES, "precision": "auto", "kernels": {"products": None}})
+    run.create({**values_of(), "precision": "auto", "kernels": {"products": None}})
     settings = {"precision": "32-true", "kernels": {"products": "blas"}}
     run.keep_decisions({"settings": settings, "measured": {}})
-    values = {**VALUES, "precision": "auto", "kernels": {"products": None}}
-    assert start_machine(run, values, config()) == 41
+    values = {**values_of(), "precision": "auto", "kernels": {"products": None}}
+    assert start_machine(run, values) == 41
     assert run.values()["precision"] == "32-true"
 
 
 def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
     with pytest.raises(RunError, match=r"after 0\.3 s it lacks config\.yaml"):
-        start_machine(run, VALUES, config())
-    run.create(VALUES)
+        start_machine(run, values_of())
+    run.create(values_of())
     with pytest.raises(UserError, match=r"a different configuration.*: max_steps=4 instead of 3"):
-        start_machine(run, {**VALUES, "max_steps": 4}, config())
+        start_machine(run, {**values_of(), "max_steps": 4})
 
 
 def test_a_machine_says_once_that_it_waits_for_the_first_and_how_long(run, monkeypatch, capsys):
     monkeypatch.setattr(machines, "HINT_SECONDS", 0.05)
     with pytest.raises(RunError):
-        start_machine(run, VALUES, config(join_seconds=0.5))
+        start_machine(run, values_of(join_seconds=0.5))
     limit = "at most launch.join_seconds=0.5 s"
     assert capsys.readouterr().err == (
         f"waiting for machine 0, {limit}: run_dir={run.path} lacks config.yaml; check that all "
@@ -120,34 +121,32 @@ def test_a_machine_says_once_that_it_waits_for_the_first_and_how_long(run, monke
 
 def test_an_agent_says_where_it_waits_only_if_others_are_late(monkeypatch, capsys):
     monkeypatch.setattr(waiting, "HINT_SECONDS", 0.05)
-    meeting.meet(lambda: None, config())
+    meeting.meet(lambda: None, launch_of())
     assert capsys.readouterr().err == ""
-    meeting.meet(lambda: time.sleep(0.5), config())
+    meeting.meet(lambda: time.sleep(0.5), launch_of())
     place = f"launch.rdzv_endpoint={PLACE}, at most launch.join_seconds=0.3 s"
     line = f"waiting until 2 machines meet at {place}; start the same command on each"
     assert capsys.readouterr().err.startswith(line)
 
 
-def frozen_with(endpoint):
-    return {**VALUES, "launch": {"node_rank": 0, "rdzv_endpoint": endpoint}}
-
-
 def test_a_machine_waits_for_the_first_machine_s_current_endpoint(run):
-    run.create(frozen_with("10.0.0.9:29500"))  # by a start with another first machine
-    now = frozen_with(PLACE)
-    now["launch"]["node_rank"] = 1
+    before = values_of(rdzv_endpoint="10.0.0.9:29500")
+    run.create(before)  # by a start with another first machine
     with pytest.raises(UserError, match=f"launch.rdzv_endpoint={PLACE} instead of 10.0.0.9:29500"):
-        start_machine(run, now, config())
-    late = threading.Timer(0.1, run.refreeze, [frozen_with(PLACE)])
+        start_machine(run, values_of())
+    now = values_of(join_seconds=60)
+    late = threading.Timer(
+        0.1, run.refreeze, [{**now, "launch": {**now["launch"], "node_rank": 0}}]
+    )
     late.start()
-    assert start_machine(run, now, config(join_seconds=60)) == 41
+    assert start_machine(run, now) == 41
     late.join()
 
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_agents_meet_at_the_first_machine_s_address(node_rank):
-    assert rendezvous_parameters(config(node_rank), node_rank) == {
+    assert rendezvous_parameters(launch_of(node_rank=node_rank), node_rank) == {
         "endpoint": PLACE,
         "min_nodes": 1,
         "local_addr": "10.0.0.2",

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.launch.launch_settings import Launch, LaunchSettings
+from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import rank_environment
-from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training.batch_settings import BatchConfig
 
 NAMES = (
     "OMP_NUM_THREADS",
@@ -26,22 +25,13 @@ def _eight_cores(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def ours(accelerator="cuda", **settings):
-    config = Config(
-        max_steps=1,
-        batch=BatchConfig(global_size=1),
-        model=ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8),
-        trainer={"accelerator": accelerator, "devices": 4},
-        **settings,
-    )
-    environment = rank_environment(config)
+def ours(accelerator="cuda"):
+    environment = rank_environment(Launch(Placement(accelerator, 4, 1), LaunchSettings()))
     return {name: environment[name] for name in NAMES if name in environment}
 
 
 def test_ranks_share_the_cores_also_to_compile():
-    threads = {"OMP_NUM_THREADS": "2"}
-    assert ours("cpu") == threads
-    assert ours("cpu", compile=True) == {**threads, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    assert ours("cpu") == {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
 
 
 def test_segments_grow_on_gpus_alone():
@@ -52,7 +42,7 @@ def test_segments_grow_on_gpus_alone():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_user_s_value_stays(name, monkeypatch):
     monkeypatch.setenv(name, "mine")
-    both = ours("cpu", compile=True) | ours()
+    both = ours("cpu") | ours()
     assert both[name] == "mine"
 
 

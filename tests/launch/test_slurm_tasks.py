@@ -1,14 +1,12 @@
 """Tasks of plain `srun` become ranks; a real SLURM runs them in tests/scripts/test_slurm.py."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import slurm
-from lockstep_gpt.launch.launch_settings import LaunchConfig
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 
 TASK = {
     "SLURM_JOB_ID": "812",
@@ -19,7 +17,7 @@ TASK = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
-CONFIG = Config(max_steps=1)
+SETTINGS = LaunchSettings()
 
 
 @pytest.fixture
@@ -39,23 +37,23 @@ def task(monkeypatch):
 
 def test_a_task_of_srun_gets_its_place_among_all(task):
     task()
-    slurm.become_rank(CONFIG)
+    slurm.become_rank(SETTINGS)
     place = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20_000 + (81_200 + 3) % 20_000)}
     assert {name: os.environ[name] for name in place} == place
 
 
 @pytest.mark.parametrize(
-    ("changed", "launch"),
+    ("changed", "settings"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig()),  # a shell, for example
-        ({"RANK": "2"}, LaunchConfig()),
-        ({}, LaunchConfig(rdzv_endpoint="n3:29500")),  # each task has an agent
+        ({"SLURM_STEP_NUM_TASKS": "1"}, LaunchSettings()),  # a shell, for example
+        ({"RANK": "2"}, LaunchSettings()),
+        ({}, LaunchSettings(rdzv_endpoint="n3:29500")),  # each task has an agent
     ],
 )
-def test_other_processes_in_a_job_keep_their_environment(task, changed, launch):
+def test_other_processes_in_a_job_keep_their_environment(task, changed, settings):
     task(**changed)
-    slurm.become_rank(replace(CONFIG, launch=launch))
+    slurm.become_rank(settings)
     assert "WORLD_SIZE" not in os.environ
 
 
@@ -79,7 +77,7 @@ def test_the_first_of_several_machines_is_found(monkeypatch, nodes, host):
 def test_what_cannot_work_is_rejected_in_one_line(task):
     task(SLURM_STEP_TASKS_PER_NODE="4,2(x2)")
     with pytest.raises(UserError, match=r"^srun started 4, 2, 2 tasks on its machines; start equ"):
-        slurm.become_rank(CONFIG)
+        slurm.become_rank(SETTINGS)
     task(SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_STEP_NODELIST="no-such-host.invalid,n2")
     with pytest.raises(UserError, match=r"^srun's first machine no-such-host.invalid cannot be"):
-        slurm.become_rank(CONFIG)
+        slurm.become_rank(SETTINGS)

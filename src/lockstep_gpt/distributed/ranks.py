@@ -21,6 +21,7 @@ from lockstep_gpt.distributed.address import (
 )
 from lockstep_gpt.distributed.store import meet
 from lockstep_gpt.distributed.waiting import MeetingError
+from lockstep_gpt.settings import check
 
 # Seconds that ranks wait for another one, unless told otherwise. All groups must get the same
 # limit: torch's own defaults are 10 minutes for NCCL, and 30 for gloo.
@@ -117,6 +118,9 @@ def join(
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
+    is_available = backend is None or dist.is_backend_available(backend)
+    rule = f"is not in torch {torch.__version__}; set nccl for GPUs or gloo"
+    check("strategy.process_group_backend", backend, is_available, rule)
     connect(ranks, backend_of(accelerator, backend), accelerator == "cuda", timeout, store)
 
 

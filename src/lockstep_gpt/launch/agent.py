@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 from lockstep_gpt import PROGRAM, processes, standard_streams, stop_signals
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import (
     Ending,
@@ -33,6 +32,7 @@ from lockstep_gpt.exits import (
 )
 from lockstep_gpt.launch import machines, meeting, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
+from lockstep_gpt.launch.launch_settings import Launch
 from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.launch.torch_build import refuse_missing
 from lockstep_gpt.python_patches import run_exit_handlers
@@ -43,33 +43,38 @@ from lockstep_gpt.torch_patches import (
     name_callers_without_source,
     processes_of,
 )
-from lockstep_gpt.training.less_memory import less_memory
 
 MONITOR_SECONDS = 0.1  # between looks at other machines; an end of a rank is seen at once
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 
 
 @standard_streams.never_failing()
-def main(run: RunDirectory, node_rank: int = 0) -> int:
-    """Run the ranks of `run` on this node with an agent; return the exit status."""
+def main(run: RunDirectory, node_rank: int, function: str) -> int:
+    """Run the ranks of `run` on this node with an agent; return the exit status.
+
+    Args:
+        run: its configuration is frozen.
+        node_rank: the number of this machine.
+        function: what each rank calls; see `rank_program`.
+    """
     name_callers_without_source()
     first_signal = FirstSignal()
     handle_signals_with(first_signal)
     for signum in stop_signals.handled_signals():
         signal.signal(signum, first_signal)
-    config = run.load()
-    has_peers = config.trainer["num_nodes"] > 1
+    launch = Launch.of(run.resolved())
+    has_peers = launch.nodes > 1
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:
         try:
-            refuse_missing(config)
+            refuse_missing(launch)
             if has_peers:
-                rendezvous = machines.rendezvous_parameters(config, node_rank)
+                rendezvous = machines.rendezvous_parameters(launch, node_rank)
             else:
                 rendezvous = _rendezvous_of_one_node(folder)
-            _set_environment(config)
-            agent = RankAgent(run, config, rendezvous, folder, first_signal)
+            _set_environment(launch)
+            agent = RankAgent(run, launch, function, rendezvous, folder, first_signal)
             if has_peers:
-                machines.end_when_cut_off(agent, config, run, node_rank)
+                machines.end_when_cut_off(agent, launch, run, node_rank)
             return agent.run_to_end(node_rank)
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)
@@ -81,7 +86,7 @@ def main(run: RunDirectory, node_rank: int = 0) -> int:
             line = cause
             if has_peers:
                 is_lost = isinstance(error, RendezvousConnectionError)
-                line = machines.explain_missed_rendezvous(config, cause, is_lost)
+                line = machines.explain_missed_rendezvous(launch, cause, is_lost)
             last_line.show(run, f"{PROGRAM} train: {line}", node_rank)
             return Exit.REPORTED
         except Exception as error:  # the system's limits, for example
@@ -100,13 +105,13 @@ def _rendezvous_of_one_node(folder: str) -> dict[str, Any]:
     }
 
 
-def _set_environment(config: Config) -> None:
+def _set_environment(launch: Launch) -> None:
     """Set variables that only agent and ranks need."""
     # Rank 0 serves the ranks' store, at an address that only this machine reaches if it is alone.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     names = [signum.name for signum in stop_signals.handled_signals()]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
-    if config.verbosity != "debug":
+    if not launch.is_verbose:
         for name in logging.root.manager.loggerDict:  # each has its own level
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -118,35 +123,36 @@ class RankAgent(LocalElasticAgent):
     def __init__(
         self,
         run: RunDirectory,
-        config: Config,
+        launch: Launch,
+        function: str,
         rendezvous: dict[str, Any],
         folder: str,
         first_signal: FirstSignal,
     ) -> None:
-        handler, store = meeting.connect(run.hash(), config, rendezvous)
-        program, *arguments = rank_program.command(run)
+        handler, store = meeting.connect(run.hash(), launch, rendezvous)
+        program, *arguments = rank_program.command(run, function)
         spec = WorkerSpec(
             role="rank",
-            local_world_size=config.trainer["devices"],
+            local_world_size=launch.devices,
             entrypoint=program,
             args=tuple(arguments),
             rdzv_handler=handler,
-            max_restarts=config.launch.max_restarts,
+            max_restarts=launch.settings.max_restarts,
             monitor_interval=0.001,  # `_monitor_workers` waits; torch refuses 0
             local_addr=rendezvous["local_addr"],
         )
         barrier = rendezvous.get("last_call_timeout", 30)  # as at the start; torch's own: 300
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
-        self._config = config
+        self._launch = launch
         self._first_signal = first_signal
         has_store = bool(rendezvous.get("is_host"))
-        stops_all = has_store or not config.launch.min_nodes  # without it, others can go on
+        stops_all = has_store or not launch.settings.min_nodes  # without it, others can go on
         group = self.get_worker_group()
         self._shared_stop = SharedStop(
             group, store, first_signal, stops_all=stops_all, has_store=has_store
         )
-        self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
+        self._shutdown_timeout = math.ceil(launch.settings.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
         self._aborted = False  # the previous attempt ended by SIGABRT alone
         self.last_check = time.monotonic()  # of its ranks
@@ -187,7 +193,7 @@ class RankAgent(LocalElasticAgent):
             super(RankAgent, self)._rendezvous(worker_group)
 
         with self._shared_stop.followed_by_thread():
-            meeting.meet(meet_once, self._config)
+            meeting.meet(meet_once, self._launch)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self._failed_ranks(worker_group):
@@ -295,9 +301,7 @@ class RankAgent(LocalElasticAgent):
         deliberate = [ending.code for ending in self._ended.values() if ending.is_deliberate]
         if deliberate:
             return deliberate[0]
-        world_size = self._config.trainer["devices"] * self._config.trainer["num_nodes"]
-        remedy = less_memory(self._config, world_size)
-        explanation = deaths.explain_deaths(self._run, self._ended, remedy)
+        explanation = deaths.explain_deaths(self._run, self._ended)
         if explanation:
             print(explanation, file=sys.stderr)
         cause = describe_endings(self._ended)

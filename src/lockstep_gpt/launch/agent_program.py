@@ -11,12 +11,19 @@ from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 
 
-def command(run: RunDirectory, node_rank: int) -> list[str]:
-    """Return the command with which this process starts the agent of machine `node_rank`."""
-    return [sys.executable, "-m", __name__, str(run.path), str(os.getpid()), str(node_rank)]
+def command(run: RunDirectory, node_rank: int, function: str) -> list[str]:
+    """Return the command with which this process starts the agent of machine `node_rank`.
+
+    Args:
+        run: its configuration is frozen.
+        node_rank: the number of the machine.
+        function: what each rank calls; see `rank_program`.
+    """
+    words = [str(run.path), str(os.getpid()), str(node_rank), function]
+    return [sys.executable, "-m", __name__, *words]
 
 
-def main(path: str, parent: str, node_rank: str) -> NoReturn:
+def main(path: str, parent: str, node_rank: str, function: str) -> NoReturn:
     """Run the agent of the run in the directory `path`, then end the process."""
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
     stop_signals.end_at_once()
@@ -27,7 +34,7 @@ def main(path: str, parent: str, node_rank: str) -> NoReturn:
     except Exception as error:  # of memory, for example
         last_line.show_error(run, error, int(node_rank))
         processes.end_process(Exit.REPORTED)
-    processes.end_process(agent.main(run, int(node_rank)))
+    processes.end_process(agent.main(run, int(node_rank), function))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def place(config: Config, *, is_resumed: bool = False) -> Placement:
         config: a run's settings.
         is_resumed: the number of devices is from the run's last start, so a launcher's counts.
     """
-    slurm.become_rank(config)
+    slurm.become_rank(config.launch)
     accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices = config.trainer.get("devices", "auto")

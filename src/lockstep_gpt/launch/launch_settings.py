@@ -1,13 +1,18 @@
-"""Settings of how ranks start and end."""
+"""How the ranks of a run start and end: settings, and the devices that were found."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import Checked, setting
 
 
 @dataclass
-class LaunchConfig(Checked):
+class LaunchSettings(Checked):
     """How the ranks start and end."""
 
     node: ClassVar[str] = "launch"
@@ -31,3 +36,45 @@ class LaunchConfig(Checked):
         "longest wait for other machines, or for a launcher's ranks", 300.0, above=0
     )
     lost_seconds: float = setting("silence after which a machine counts as lost", 15.0, above=0)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings in a whole configuration; the defaults if it has none.
+
+        Raises:
+            UserError: there is no such setting.
+        """
+        node = values.get("launch") or {}
+        known = [item.name for item in fields(cls)]
+        for name in node:
+            if name not in known:
+                raise UserError(f"launch.{name} is not one of {', '.join(known)}; correct it")
+        return cls(**node)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that starts, watches, and restarts ranks needs to know of a run."""
+
+    placement: Placement
+    settings: LaunchSettings
+    is_verbose: bool = False  # show what torch's agent logs
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return what a frozen configuration says, in which devices are decided."""
+        return cls(
+            Placement.of(values),
+            LaunchSettings.of(values),
+            is_verbose=values.get("verbosity") == "debug",
+        )
+
+    @property
+    def devices(self) -> int:
+        """Ranks on each machine."""
+        return self.placement.devices
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.placement.nodes

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.waiting import MeetingError, Waiting
 from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.exits import Exit
@@ -107,8 +106,11 @@ def launched_sizes(devices: int | str, nodes: int) -> tuple[int, int]:
     return local_world_size, launched
 
 
-def meet(config: Config) -> Store | None:
+def meet(join_seconds: float) -> Store | None:
     """Connect to the other ranks' store, which is None for a single rank.
+
+    Args:
+        join_seconds: the longest wait.
 
     Raises:
         RunError: the launcher or its other ranks are not there. Another try may succeed.
@@ -125,7 +127,7 @@ def meet(config: Config) -> Store | None:
         f"and MASTER_PORT; launch.join_seconds sets the limit; {UNSET}"
     )
     try:
-        return store.meet(rank, world_size, config.launch.join_seconds, hint)
+        return store.meet(rank, world_size, join_seconds, hint)
     except MeetingError as error:
         raise RunError(
             f"rank {rank} of {world_size} cannot meet the others at {address} ({error}); start all "

@@ -22,14 +22,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.waiting import hinting
+from lockstep_gpt.launch.launch_settings import Launch
 
 READ_SECONDS = 60  # with less, a link down for seconds ends the run
 
 
 def connect(
-    run_id: str, config: Config, rendezvous: dict[str, Any]
+    run_id: str, launch: Launch, rendezvous: dict[str, Any]
 ) -> tuple[RendezvousHandler, Store | None]:
     """Return what lets this machine's agent meet the others, and the store where they meet.
 
@@ -37,57 +37,57 @@ def connect(
 
     Args:
         run_id: the same on all machines of a run.
-        config: how many machines there are.
+        launch: how many machines there are.
         rendezvous: where and how they meet, as `RendezvousParameters` takes it.
     """
     parameters = RendezvousParameters(
         backend="c10d",
         run_id=run_id,
-        max_nodes=config.trainer["num_nodes"],
+        max_nodes=launch.nodes,
         read_timeout=READ_SECONDS,
         **rendezvous,
     )
-    with _hinting(config):
+    with _hinting(launch):
         backend, store = create_backend(parameters)
     # Its own connection: signs of life go on while this machine waits for a value of another.
     values: Store = cast(Any, store).clone()  # torch's types lack it
-    values.set_timeout(timedelta(seconds=silence_of(config)))
+    values.set_timeout(timedelta(seconds=silence_of(launch)))
     handler = create_handler(values, backend, parameters)
     return handler, store if parameters.max_nodes > 1 else None
 
 
-def _hinting(config: Config) -> contextlib.AbstractContextManager[None]:
+def _hinting(launch: Launch) -> contextlib.AbstractContextManager[None]:
     """Say whom this machine waits for, if that takes long."""
-    nodes = config.trainer["num_nodes"]
+    nodes = launch.nodes
     if nodes == 1:
         return contextlib.nullcontext()
-    launch = config.launch
+    settings = launch.settings
     return hinting(
-        f"waiting until {nodes} machines meet at launch.rdzv_endpoint={launch.rdzv_endpoint}, at "
-        f"most launch.join_seconds={launch.join_seconds:g} s; start the same command on each, with "
-        "its own launch.node_rank, and check that each can reach this address"
+        f"waiting until {nodes} machines meet at launch.rdzv_endpoint={settings.rdzv_endpoint}, "
+        f"at most launch.join_seconds={settings.join_seconds:g} s; start the same command on each, "
+        "with its own launch.node_rank, and check that each can reach this address"
     )
 
 
-def silence_of(config: Config) -> float:
+def silence_of(launch: Launch) -> float:
     """Return the seconds that machines wait for the others once they have met."""
-    return 2 * config.launch.lost_seconds
+    return 2 * launch.settings.lost_seconds
 
 
-def meet(meet_once: Callable[[], None], config: Config) -> None:
+def meet(meet_once: Callable[[], None], launch: Launch) -> None:
     """Call `meet_once` again while a machine doesn't answer that the others have met.
 
     Raises:
         RendezvousError: that took longer than `launch.join_seconds`.
     """
-    limit = time.monotonic() + config.launch.join_seconds
+    limit = time.monotonic() + launch.settings.join_seconds
     while True:
         try:
-            with _hinting(config):
+            with _hinting(launch):
                 meet_once()
             return
         except DistStoreError:
-            fault = f"a machine that had joined was silent for {silence_of(config):g} s"
+            fault = f"a machine that had joined was silent for {silence_of(launch):g} s"
             if time.monotonic() > limit:
                 raise RendezvousError(fault) from None
         print(f"{fault}; all machines meet again", file=sys.stderr)

@@ -1,6 +1,10 @@
 """Where the ranks of a run are."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -10,6 +14,16 @@ class Placement:
     accelerator: str  # cpu, cuda, or mps
     devices: int
     nodes: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return where a frozen configuration, in which devices are decided, puts the ranks."""
+        trainer = values.get("trainer") or {}
+        return cls(
+            trainer.get("accelerator", "cpu"),
+            trainer.get("devices", 1),
+            trainer.get("num_nodes", 1),
+        )
 
     @property
     def world_size(self) -> int:

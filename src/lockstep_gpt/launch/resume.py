@@ -215,6 +215,12 @@ class ResumedRun:
     values: dict[str, Any]
     changes: list[str]  # what the command changes of them, as lines
     permit: Callable[[], None]
+    function: str = start.RANK
+    is_named = True
+
+    def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the data; return the values with the fingerprint of its tokens."""
+        return start.prepare_gpt(values)
 
     def check(self) -> None:
         """Raise a `UserError` if the directory is not trusted, or a new path has other text."""

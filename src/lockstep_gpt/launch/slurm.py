@@ -4,22 +4,22 @@ import os
 import re
 import socket
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 
 # Rank 0 listens at one of these ports, by job and step.
 FIRST_PORT = 20_000
 PORTS = 20_000
 
 
-def become_rank(config: Config) -> None:
+def become_rank(settings: LaunchSettings) -> None:
     """Set this task's rank in the environment, if it is one of several of one `srun`.
 
     Nothing changes if the launcher has set it already, or if each task starts the ranks of its
     machine (`launch.rdzv_endpoint`).
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" and "RANK" not in os.environ and config.launch.rdzv_endpoint is None:
+    if tasks != "1" and "RANK" not in os.environ and settings.rdzv_endpoint is None:
         os.environ.update(rank_variables())
 
 

@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.config import LEVELS, Config
+from lockstep_gpt.config import LEVELS, Config, from_container
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataModuleConfig
@@ -30,9 +32,11 @@ from lockstep_gpt.launch import (
     host_memory,
     launcher,
     machines,
+    rank_program,
     supervise,
     targets,
 )
+from lockstep_gpt.launch.launch_settings import Launch
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.resolving import is_sweep, named_after, resolved_values
 from lockstep_gpt.processes import end_process
@@ -44,16 +48,25 @@ from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.schedule import BatchPlan
 
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]  # as `RunStart.prepare`
+
+
+RANK = "lockstep_gpt.training.train:main"
+
 
 class RunStart(Protocol):
     """One start of a run; new and resumed runs differ in how their directory is checked."""
 
     run: RunDirectory
-    config: Config
-    values: dict[str, Any]  # `config` as plain values, with all devices decided
+    values: dict[str, Any]  # of the configuration, with all devices decided
+    function: str  # what each rank calls; see `rank_program`
+    is_named: bool  # whether `run` is where the user says
 
     def check(self) -> None:
         """Raise a `UserError` before anything is read or written."""
+
+    def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Make what the ranks of this machine need; return the values with what that decides."""
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze `values` in the directory, which is locked."""
@@ -65,10 +78,20 @@ class RunStart(Protocol):
 class NewRun:
     """The start of a run whose directory doesn't exist yet."""
 
-    def __init__(self, run: RunDirectory, config: Config, values: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        values: dict[str, Any],
+        function: str,
+        prepare: Prepare,
+        *,
+        is_named: bool = True,
+    ) -> None:
         self.run = run
-        self.config = config
         self.values = values
+        self.function = function
+        self.prepare = prepare
+        self.is_named = is_named
 
     def check(self) -> None:
         """Raise a `UserError` if the directory is in use."""
@@ -87,7 +110,9 @@ def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its `monitored_value`."""
     run = run_of(config.run_dir)
     placement, _ = place_run(config)
-    status = start(NewRun(run, config, resolved_values(values, placement, run)))
+    resolved = resolved_values(values, placement, run)
+    is_named = config.run_dir is not None
+    status = start(NewRun(run, resolved, RANK, prepare_gpt, is_named=is_named))
     return status, run.monitored_value()
 
 
@@ -100,26 +125,26 @@ class StartMode(Enum):
     LAUNCHER = auto()  # torchrun, srun, or another launcher has started this process as a rank
 
 
-def mode_of(config: Config) -> StartMode:
+def mode_of(launch: Launch) -> StartMode:
     """Return how the ranks of this run start here."""
     if launcher.is_inside_launcher():
         return StartMode.LAUNCHER
-    if config.trainer.get("num_nodes", 1) > 1:
+    if launch.nodes > 1:
         return StartMode.MACHINES
-    if config.launch.inline:
+    if launch.settings.inline:
         return StartMode.INLINE
     return StartMode.AGENT
 
 
 def start(run_start: RunStart) -> int:
     """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status."""
-    mode = mode_of(run_start.config)
-    targets.refuse_absent_trackers(run_start.config)  # before a text is prepared for long
+    launch = Launch.of(run_start.values)
+    mode = mode_of(launch)
     remove_abandoned()
     with contextlib.ExitStack() as lock:
         freezing = Freezing(run_start, lock)
         try:
-            status = _start_ranks(run_start, mode, freezing)
+            status = _start_ranks(run_start, launch, mode, freezing)
         except (UserError, Interrupted):  # the other ranks' configurations differ, for example
             freezing.undo()
             raise
@@ -138,25 +163,26 @@ def start(run_start: RunStart) -> int:
     return status
 
 
-def _start_ranks(run_start: RunStart, mode: StartMode, freezing: "Freezing") -> int:
+def _start_ranks(run_start: RunStart, launch: Launch, mode: StartMode, freezing: "Freezing") -> int:
+    function = run_start.function
     match mode:
         case StartMode.INLINE:
-            return _run_rank(freezing.freeze())
+            return _run_rank(freezing.freeze(), function)
         case StartMode.AGENT:
-            return supervise.supervise(freezing.freeze())
+            return supervise.supervise(freezing.freeze(), function)
         case StartMode.MACHINES:
-            machines.check_settings(run_start.config, run_start.values)
-            node_rank = run_start.config.launch.node_rank
+            machines.check_settings(launch, run_start.run if run_start.is_named else None)
+            node_rank = launch.settings.node_rank
             if node_rank == 0:
                 freezing.freeze()
             else:
-                _follow_first_machine(run_start)
-            return supervise.supervise(run_start.run, node_rank)
+                _follow_first_machine(run_start, launch.settings.join_seconds)
+            return supervise.supervise(run_start.run, function, node_rank)
         case StartMode.LAUNCHER:
-            store = launcher.meet(run_start.config)
+            store = launcher.meet(launch.settings.join_seconds)
             run = launcher.agree(store, run_start.values, freezing.freeze)
-            prepare_data(run.load())  # on each machine
-            status = _run_rank(run, store)
+            run_start.prepare(run.values())  # on each machine
+            status = _run_rank(run, function, store)
             if status in (Exit.FAILED, Exit.LOST_PEERS):
                 end_process(status)  # a normal exit waits for ranks that may be gone
             return status
@@ -177,12 +203,10 @@ class Freezing:
         run = run_start.run
         run_start.check()
         self.run_existed = run.config.exists()
-        # Fixed before ranks start: all of them, and every restart, open these tokens.
-        fingerprint = prepare_data(run_start.config)
-        data = {**run_start.values["data"], "fingerprint": fingerprint}
+        values = run_start.prepare(run_start.values)
         self._lock.enter_context(run.locked())
         try:
-            run_start.freeze({**run_start.values, "data": data})
+            run_start.freeze(values)
         except Interrupted:
             self.is_done = True  # perhaps, so it must be undone
             raise
@@ -196,16 +220,15 @@ class Freezing:
             self._run_start.undo()
 
 
-def _run_rank(run: RunDirectory, store: Any = None) -> int:
+def _run_rank(run: RunDirectory, function: str, store: Any = None) -> int:
     """Run as a rank in this process, which has no agent; return the exit status."""
-    from lockstep_gpt.training import train
-
+    call: Any = rank_program.imported(function)
     summary_before = run.read_summary()
     rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as lock:
         if rank > 0:  # rank 0's process has the command's lock
             lock.enter_context(run.lock.of_rank(rank))
-        status = train.main(run, store)
+        status: int = call(run, store)
         stop_signals.received.finish()
     if rank == 0:
         supervise.report_unsaved(run, status, summary_before)
@@ -214,13 +237,12 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
     return status
 
 
-def _follow_first_machine(run_start: RunStart) -> None:
+def _follow_first_machine(run_start: RunStart, join_seconds: float) -> None:
     """Prepare the data as machine 0 does, and use the configuration that it has frozen."""
     run = run_start.run
-    config = run_start.config
-    prepare_data(config)  # at the same time as machine 0, if they do not share a folder
-    machines.wait_for_first_machine(run, run_start.values, config.launch.join_seconds)
-    prepare_data(run.load())
+    run_start.prepare(run_start.values)  # while machine 0 does, if they do not share a folder
+    machines.wait_for_first_machine(run, run_start.values, join_seconds)
+    run_start.prepare(run.values())
 
 
 def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, BatchPlan]:
@@ -240,7 +262,21 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
         config.tensor_parallel,
     )
     host_memory.refuse_too_large(config, placement, batch)
+    # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
+    fixed = replace(config.batch, global_size=batch.global_size)
+    for count in range(config.launch.min_nodes or placement.nodes, placement.nodes):
+        schedule.plan_batch(fixed, 0, placement.devices, count, config.tensor_parallel)
     return placement, batch
+
+
+def prepare_gpt(values: dict[str, Any]) -> dict[str, Any]:
+    """Prepare the data of a run; return its values with the fingerprint of its tokens.
+
+    It is fixed before ranks start: all of them, and every restart, open these tokens.
+    """
+    config = from_container(values)
+    targets.refuse_absent_trackers(config)  # before a text is prepared for long
+    return {**values, "data": {**values["data"], "fingerprint": prepare_data(config)}}
 
 
 def prepare_data(config: Config, verify: bool = False, tell: bool = False) -> str | None:

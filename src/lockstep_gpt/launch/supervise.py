@@ -8,10 +8,10 @@ import subprocess
 from typing import Any
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.config import Config
 from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
+from lockstep_gpt.launch.launch_settings import Launch
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import release_memory
@@ -27,11 +27,17 @@ GROWING_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 OLD_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"  # still read, if the new name is not set
 
 
-def supervise(run: RunDirectory, node_rank: int = 0) -> int:
-    """Start the agent of this machine's ranks, and return the run's exit status."""
+def supervise(run: RunDirectory, function: str, node_rank: int = 0) -> int:
+    """Start the agent of this machine's ranks, and return the run's exit status.
+
+    Args:
+        run: its configuration is frozen.
+        function: what each rank calls; see `rank_program`.
+        node_rank: the number of this machine.
+    """
     summary_before = run.read_summary()
     received = stop_signals.received
-    agent = _start_agent(run, node_rank)
+    agent = _start_agent(run, function, node_rank)
 
     def stop_at_once() -> None:
         if run.read_summary() == summary_before:
@@ -100,21 +106,22 @@ def _show_unsaved_stop(run: RunDirectory, status: int, node_rank: int = 0) -> No
     logging.warning("stopped by %s before all ranks saved; %s", name, hint)
 
 
-def _start_agent(run: RunDirectory, node_rank: int) -> subprocess.Popen[bytes]:
+def _start_agent(run: RunDirectory, function: str, node_rank: int) -> subprocess.Popen[bytes]:
     # In its own session: a Ctrl-C reaches the ranks once, through us.
-    words = agent_program.command(run, node_rank)
-    return subprocess.Popen(words, env=rank_environment(run.load()), start_new_session=True)
+    words = agent_program.command(run, node_rank, function)
+    environment = rank_environment(Launch.of(run.resolved()))
+    return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
-def rank_environment(config: Config) -> dict[str, str]:
+def rank_environment(launch: Launch) -> dict[str, str]:
     """Return variables that libraries of agent and ranks read at load; the user's values stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = str(max(1, (cores or 1) // config.trainer["devices"]))
+    threads = str(max(1, (cores or 1) // launch.devices))
     environment = {"OMP_NUM_THREADS": threads}
-    if config.compile:  # each rank would start as many compilers as there are cores
-        environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
-    accelerator = config.trainer["accelerator"]
-    if accelerator == "cpu" and config.launch.keep_memory:
+    # Each rank would start as many compilers as there are cores.
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
+    accelerator = launch.placement.accelerator
+    if accelerator == "cpu" and launch.settings.keep_memory:
         environment |= KEEP_MEMORY
     if accelerator == "cuda" and OLD_ALLOCATOR_SETTINGS not in os.environ:
         environment |= GROWING_SEGMENTS

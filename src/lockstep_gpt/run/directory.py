@@ -13,7 +13,10 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.config import (
     Config,
@@ -132,6 +135,19 @@ class RunDirectory:
         threads = values.get("kernels", {}).get("threads")
         kernels = {**settings["kernels"], "threads": threads}
         return {**values, "precision": settings["precision"], "kernels": kernels}
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the frozen configuration with all references to the environment resolved.
+
+        Raises:
+            UserError: it is damaged, or a variable of the environment is not set.
+        """
+        try:
+            resolved = OmegaConf.to_container(OmegaConf.create(self.values()), resolve=True)
+        except OmegaConfBaseException as error:
+            line = str(error).splitlines()[0]
+            raise UserError(f"{self.config}: {error.full_key}: {line}; set it") from None
+        return cast(dict[str, Any], resolved)
 
     def frozen(self) -> dict[str, Any]:
         """Return the values in `config.yaml`, before the run decided what they leave open."""

@@ -240,8 +240,8 @@ def bytes_of_state(config: Config, model: nn.Module) -> int:
 def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: Store | None) -> None:
     """Connect to the other ranks; NCCL's last collectives are recorded from then on."""
     accelerator = config.trainer["accelerator"]
-    backend = backend_of(accelerator, config.strategy.get("process_group_backend"))
-    record_collectives(backend, directory.rank_logs)
+    backend = config.strategy.get("process_group_backend")
+    record_collectives(backend_of(accelerator, backend), directory.rank_logs)
     join(ranks, store, accelerator=accelerator, backend=backend, timeout=config.longest_wait)
 
 

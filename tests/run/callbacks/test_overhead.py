@@ -10,7 +10,7 @@ import torch
 from lightning import Callback
 
 from lockstep_gpt import processes
-from lockstep_gpt.launch.launch_settings import LaunchConfig
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.overhead import (
     Forecast,
@@ -249,7 +249,7 @@ def test_a_grace_too_short_for_a_save_is_warned_of_once(
     new_run, tmp_path, caplog, background, grace, warned
 ):
     settings = {"every": 1, "background": background}
-    launch = LaunchConfig(grace_seconds=grace)
+    launch = LaunchSettings(grace_seconds=grace)
     run = new_run(max_steps=5, val_every=100, checkpoint=settings, launch=launch)
     fitted(run, tmp_path, io=CopyingCheckpointIO(background=background))
     lines = warnings_in(caplog)

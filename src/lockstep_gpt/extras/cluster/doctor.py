@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.split(arguments)
     statuses = []
     for values, config in flags.each_job(overrides, compose.resolve_config):
-        slurm.become_rank(config)
+        slurm.become_rank(config.launch)
         if launcher.has_rank():
             statuses.append(_examine(values, config, options))
         else:
