@@ -6,7 +6,6 @@ setting that is misspelled or has the wrong type. `module`, `trainer`, `strategy
 """
 
 import functools
-import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +24,7 @@ from lockstep_gpt.data.data_settings import (
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.launch.logs import LEVELS
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
@@ -34,7 +34,6 @@ from lockstep_gpt.training.kernel_settings import KernelConfig
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
 
-LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 OPEN_GROUPS = ("module", "trainer", "strategy", "callbacks", "logger")  # arguments of classes
 GPT_MODULE = f"{__package__}.training.module.GPTModule"  # `module._target_` of module=gpt
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true", "auto")

@@ -21,14 +21,14 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import DictConfig
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.config import LEVELS, Config, from_container
+from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices, resolving
 from lockstep_gpt.launch import compose as composing
-from lockstep_gpt.launch.commands import log_to_stdout
 from lockstep_gpt.launch.hydra_errors import as_user_error
+from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import (
     RANK,
@@ -258,7 +258,9 @@ class AroundFit(Callback):
         training = self.training
         self.started = time.perf_counter()
         self.undo.enter_context(stop_signals.restored())
-        self.undo.enter_context(routed_output(training.directory, Ranks(), training.config))
+        self.undo.enter_context(
+            routed_output(training.directory, Ranks(), training.config.verbosity)
+        )
         training.metrics.continue_from(training.metrics_file.truncate_after(0))
         train.announce(training)
 

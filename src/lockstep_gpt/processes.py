@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import sys
@@ -14,13 +15,14 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.python_patches import run_exit_handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
+PROGRAM_VARIABLE = "LOCKSTEP_PROGRAM"  # what to type to start the run again
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 _is_own = False  # whether this process runs nothing but our command
 _exit_seconds: float | None = None  # None: exit handlers may take any time
@@ -34,6 +36,30 @@ def invocation() -> str:
     if Path("scripts/dev.py").is_file():
         return "python3 scripts/dev.py"
     return f"{sys.executable} -m lockstep_gpt"
+
+
+def training_command() -> str:
+    """Return what to type in this folder to train: the program that started this run, if one did.
+
+    Its agent and ranks get it from the command, in their environment.
+    """
+    return os.environ.get(PROGRAM_VARIABLE) or f"{invocation()} train"
+
+
+def name_program(main: Any) -> None:
+    """Note what starts this process, a script or a module, for its agents and ranks.
+
+    Args:
+        main: the module `__main__`.
+    """
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        command = f"python -m {spec.name.removesuffix('.__main__')}"
+    elif sys.argv[0].endswith(".py"):
+        command = f"python {shlex.quote(sys.argv[0])}"
+    else:
+        command = Path(sys.argv[0]).name
+    os.environ[PROGRAM_VARIABLE] = command
 
 
 def tool(name: str) -> str:

@@ -41,7 +41,7 @@ def config(verbosity="normal"):
 
 
 def test_rank_zero_writes_the_same_to_screen_and_log(run, capsys):
-    with routed_output(run, Ranks(), config()) as terminal:
+    with routed_output(run, Ranks()) as terminal:
         logger.info("a line of %d words", 5)
         assert terminal is sys.stderr
     assert run.log.read_text() == capsys.readouterr().out == "a line of 5 words\n"
@@ -52,7 +52,7 @@ def test_rank_zero_writes_the_same_to_screen_and_log(run, capsys):
     [("quiet", "warning"), ("normal", "info warning"), ("debug", "debug info warning")],
 )
 def test_verbosity_selects_the_messages_shown(run, capsys, verbosity, heard):
-    with routed_output(run, Ranks(), config(verbosity)):
+    with routed_output(run, Ranks(), verbosity):
         for level in ("debug", "info", "warning"):
             getattr(logger, level)(level)
     assert capsys.readouterr().out.split() == heard.split()
@@ -60,7 +60,7 @@ def test_verbosity_selects_the_messages_shown(run, capsys, verbosity, heard):
 
 @pytest.mark.filterwarnings("default")
 def test_warnings_of_libraries_are_one_line_and_known_noise_is_dropped(run, capsys):
-    with routed_output(run, Ranks(), config()):
+    with routed_output(run, Ranks()):
         warnings.warn("mind the step", stacklevel=1)
         warnings.warn(
             "The 'val_dataloader' does not have many workers which may be a bottleneck.",
@@ -72,14 +72,14 @@ def test_warnings_of_libraries_are_one_line_and_known_noise_is_dropped(run, caps
 
 def test_logging_is_as_before_when_a_rank_has_ended(run):
     before = logging.getLogger().handlers[:]
-    with routed_output(run, Ranks(), config()):
+    with routed_output(run, Ranks()):
         assert logging.getLogger().handlers != before
     assert logging.getLogger().handlers == before
 
 
 def test_other_ranks_write_to_their_own_files(run, capfd):
     ranks = Ranks(rank=2, world_size=4)
-    with routed_output(run, ranks, config()) as terminal:
+    with routed_output(run, ranks) as terminal:
         logger.info("logged")
         os.write(1, b"printed by C++\n")
         os.write(2, b"and its errors\n")

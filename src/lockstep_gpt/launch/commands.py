@@ -3,36 +3,20 @@
 import contextlib
 import logging
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep_gpt import PROGRAM, standard_streams, stop_signals
-from lockstep_gpt.config import LEVELS
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.launch import compose, launcher, resolving, resume, start
 from lockstep_gpt.launch.arguments import MULTIRUN
+from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
 from lockstep_gpt.processes import print_error
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import as_column
-
-
-@contextlib.contextmanager
-def log_to_stdout() -> Iterator[None]:
-    """Write log records to standard output while a command runs."""
-    root = logging.getLogger()
-    handlers_before = root.handlers
-    level_before = root.level
-    root.handlers = [logging.StreamHandler(sys.stdout)]
-    logging.getLogger("hydra").setLevel(logging.WARNING)  # it repeats our line of a sweep's job
-    try:
-        yield
-    finally:
-        root.handlers = handlers_before
-        root.setLevel(level_before)
 
 
 @standard_streams.never_failing()

@@ -4,11 +4,16 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import apple, checks, launcher, slurm
+from lockstep_gpt.launch import apple, checks, launcher, slurm, variables
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
@@ -39,6 +44,44 @@ def place(config: Config, *, is_resumed: bool = False) -> Placement:
     placement = Placement(accelerator, devices, nodes)
     checks.refuse_impossible(config, placement)
     return placement
+
+
+def found(
+    values: Mapping[str, Any], settings: LaunchSettings, *, is_open: bool = False
+) -> Placement:
+    """Return the devices that a configuration asks for, or raise a `UserError` for missing ones.
+
+    Args:
+        values: a whole configuration; `trainer` has the arguments of Lightning's Trainer.
+        settings: how ranks start.
+        is_open: whether a launcher decides the number of devices, whatever `values` has.
+    """
+    slurm.become_rank(settings)
+    config = OmegaConf.create({**values})
+    trainer: Any = OmegaConf.to_container(config.get("trainer") or OmegaConf.create(), resolve=True)
+    accelerator = accelerator_of(str(trainer.get("accelerator", "auto")))
+    gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
+    devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
+    if devices == -1:  # Lightning's other word for it
+        devices = "auto"
+    rule = "must be auto or a whole number of at least 1; CUDA_VISIBLE_DEVICES selects GPUs"
+    check("trainer.devices", devices, devices == "auto" or _is_count(devices), rule)
+    check("trainer.num_nodes", nodes, _is_count(nodes), "must be a whole number of at least 1")
+    if launcher.is_inside_launcher():
+        devices, nodes = launcher.launched_sizes("auto" if is_open else devices, nodes)
+    elif devices == "auto":
+        devices = gpus or 1
+    if gpus is not None and devices > gpus:
+        raise UserError(
+            f"trainer.devices={devices}, but {_describe_gpus(gpus)}; set at most {gpus}"
+        )
+    placement = Placement(accelerator, int(devices), nodes)
+    variables.refuse_absent_interfaces(placement)
+    return placement
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def accelerator_of(wanted: str) -> str:

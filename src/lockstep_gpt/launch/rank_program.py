@@ -46,16 +46,17 @@ def run_rank(run: RunDirectory, function: str) -> int:
             return last_line.fail_early(run, rank, error)
 
 
-def imported(function: str) -> Callable[[RunDirectory], int]:
+def imported(function: str) -> Callable[..., int]:
     """Import what a rank calls."""
     place, _, name = function.rpartition(":")
-    if not place.endswith(".py"):
+    if place.endswith(".py"):
+        target: Any = _script(Path(place))
+        for part in name.split("."):
+            target = getattr(target, part)
+    else:
         processes.import_all([place])
-        return cast(Callable[[RunDirectory], int], resolve_name(function))
-    target: Any = _script(Path(place))
-    for part in name.split("."):
-        target = getattr(target, part)
-    return cast(Callable[[RunDirectory], int], target)
+        target = resolve_name(function)
+    return cast(Callable[..., int], getattr(target, "rank", target))  # of a `Program`
 
 
 def _script(path: Path) -> types.ModuleType:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.config import LEVELS, Config, from_container
+from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataModuleConfig
@@ -37,6 +37,7 @@ from lockstep_gpt.launch import (
     targets,
 )
 from lockstep_gpt.launch.launch_settings import Launch
+from lockstep_gpt.launch.logs import LEVELS
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.resolving import is_sweep, named_after, resolved_values
 from lockstep_gpt.processes import end_process
@@ -48,6 +49,7 @@ from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.schedule import BatchPlan
 
+Call = Callable[..., int]  # of a run directory, and where ranks of a launcher have met
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]  # as `RunStart.prepare`
 
 
@@ -136,15 +138,20 @@ def mode_of(launch: Launch) -> StartMode:
     return StartMode.AGENT
 
 
-def start(run_start: RunStart) -> int:
-    """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status."""
+def start(run_start: RunStart, call: Call | None = None) -> int:
+    """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status.
+
+    Args:
+        run_start: a new run, or one that continues.
+        call: the `function` of `run_start` where this process is a rank; None: it is imported.
+    """
     launch = Launch.of(run_start.values)
     mode = mode_of(launch)
     remove_abandoned()
     with contextlib.ExitStack() as lock:
         freezing = Freezing(run_start, lock)
         try:
-            status = _start_ranks(run_start, launch, mode, freezing)
+            status = _start_ranks(run_start, launch, mode, freezing, call)
         except (UserError, Interrupted):  # the other ranks' configurations differ, for example
             freezing.undo()
             raise
@@ -163,11 +170,13 @@ def start(run_start: RunStart) -> int:
     return status
 
 
-def _start_ranks(run_start: RunStart, launch: Launch, mode: StartMode, freezing: "Freezing") -> int:
+def _start_ranks(
+    run_start: RunStart, launch: Launch, mode: StartMode, freezing: "Freezing", call: Call | None
+) -> int:
     function = run_start.function
     match mode:
         case StartMode.INLINE:
-            return _run_rank(freezing.freeze(), function)
+            return _run_rank(freezing.freeze(), call or rank_program.imported(function))
         case StartMode.AGENT:
             return supervise.supervise(freezing.freeze(), function)
         case StartMode.MACHINES:
@@ -182,7 +191,7 @@ def _start_ranks(run_start: RunStart, launch: Launch, mode: StartMode, freezing:
             store = launcher.meet(launch.settings.join_seconds)
             run = launcher.agree(store, run_start.values, freezing.freeze)
             run_start.prepare(run.values())  # on each machine
-            status = _run_rank(run, function, store)
+            status = _run_rank(run, call or rank_program.imported(function), store)
             if status in (Exit.FAILED, Exit.LOST_PEERS):
                 end_process(status)  # a normal exit waits for ranks that may be gone
             return status
@@ -220,15 +229,14 @@ class Freezing:
             self._run_start.undo()
 
 
-def _run_rank(run: RunDirectory, function: str, store: Any = None) -> int:
+def _run_rank(run: RunDirectory, call: Call, store: Any = None) -> int:
     """Run as a rank in this process, which has no agent; return the exit status."""
-    call: Any = rank_program.imported(function)
     summary_before = run.read_summary()
     rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as lock:
         if rank > 0:  # rank 0's process has the command's lock
             lock.enter_context(run.lock.of_rank(rank))
-        status: int = call(run, store)
+        status = call(run, store)
         stop_signals.received.finish()
     if rank == 0:
         supervise.report_unsaved(run, status, summary_before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,12 @@ def remove_copy(name: str, url: str) -> None:
 
 
 def fetch(
-    directory: RunDirectory, run_dir: str | Path, copy_to: str, *, force: bool = False
+    directory: RunDirectory,
+    run_dir: str | Path,
+    copy_to: str,
+    compare: Callable[[str, dict[str, Any]], None] | None = None,
+    *,
+    force: bool = False,
 ) -> VerifiedCheckpoint | None:
     """Fetch the newest intact copy for a run that lost its own checkpoints.
 
@@ -102,6 +108,7 @@ def fetch(
         directory: the run.
         run_dir: its name, as it was frozen.
         copy_to: the folder or URL with copies of runs.
+        compare: refuses other settings; None: those that a `Config` keeps are compared.
         force: whether the copy may have other settings.
 
     Raises:
@@ -118,7 +125,9 @@ def fetch(
             name = f"{location}/{copy.path.name}"
             saved = checkpoint.read_verified(copy)["config"]
             _refuse_another_run(name, saved["run_dir"], run_dir)
-            if not force:
+            if compare is not None and not force:
+                compare(name, saved)
+            elif not force:
                 refuse_another_identity(name, saved, directory.values())
         except UserError as error:
             checkpoint.remove_checkpoint(copy.path)

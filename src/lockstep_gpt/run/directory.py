@@ -63,6 +63,7 @@ class RunDirectory:
         self.saved = path / ".saved"  # exists once there has been a checkpoint
         self.name_in_memory = path / ".token"  # of its states in memory; no other run has it
         self.rank_logs = path / "ranks"  # what ranks other than 0 printed, if they failed
+        self.others: set[str] = set()  # names of files that are there before the run begins
         self._reported: set[Path] = set()  # damaged files that only inform
 
     def rank_log(self, rank: int) -> Path:
@@ -80,6 +81,7 @@ class RunDirectory:
             f".{self.config.name}.tmp",
             self.name_in_memory.name,
             f".{self.name_in_memory.name}.tmp",
+            *self.others,
         }
         if not self.path.exists():
             return

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.processes import invocation
+from lockstep_gpt.processes import invocation, training_command
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -72,7 +72,7 @@ def way_on(run: RunDirectory, node_rank: int = 0) -> str:
 
 def resume_command(run: RunDirectory, node_rank: int = 0) -> str:
     """Return what to type in this folder to continue `run` on machine `node_rank`."""
-    words = [invocation(), "train", shlex.quote(f"run_dir={run.path}"), "resume=auto"]
+    words = [training_command(), shlex.quote(f"run_dir={run.path}"), "resume=auto"]
     if node_rank:
         words.append(f"launch.node_rank={node_rank}")
     return " ".join(words)

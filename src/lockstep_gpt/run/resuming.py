@@ -40,15 +40,18 @@ from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
 
+# Raises a `UserError` if the settings of a checkpoint, whose place it is told, don't fit the run.
+CompareSettings = Callable[[str, dict[str, Any]], None]
 TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before it"
 
 
 def state_to_resume(
     directory: RunDirectory,
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     resume: str = "auto",
     *,
     force: bool = False,
+    compare: CompareSettings | None = None,
     in_memory: bool = True,
     writer: MemoryWriter | None = None,
     fetch_copy: Callable[[], VerifiedCheckpoint | None] = lambda: None,
@@ -63,9 +66,10 @@ def state_to_resume(
 
     Args:
         directory: the run.
-        module: gets the weights that fit, with `force`.
+        module: gets the weights that fit, with `force`; None: another checkpoint must fit.
         resume: none, auto, or where a checkpoint is: for a run that has none of its own.
         force: whether the checkpoint may have other settings and other weights.
+        compare: refuses settings of another run; None: those that a `Config` keeps are compared.
         in_memory: whether a state in memory may be taken.
         writer: of the machine, on the rank that has it.
         fetch_copy: fetches the newest copy for a run that lost its checkpoints, if there is one.
@@ -85,20 +89,26 @@ def state_to_resume(
         _tell_start(directory)
         return None
     checkpoint = newest or _named(resume, directory)
-    if force:
+    if force and module is not None:
         return _forced(checkpoint, directory, module)
     if newest is not None:
         _refuse_lost_error(newest.path, loses_error)
-    else:
-        _refuse_other_settings(checkpoint, directory)
+    elif not force:
+        _refuse_other_settings(checkpoint, directory, compare)
     _tell_checkpoint(checkpoint)
     return checkpoint
 
 
-def _refuse_other_settings(checkpoint: VerifiedCheckpoint, directory: RunDirectory) -> None:
+def _refuse_other_settings(
+    checkpoint: VerifiedCheckpoint, directory: RunDirectory, compare: CompareSettings | None
+) -> None:
     """Raise a `UserError` if a checkpoint of another run has settings that a run keeps."""
     saved = files.read_verified(checkpoint, whole=False)["config"]
-    refuse_another_identity(f"resume={checkpoint.path}", saved, directory.values())
+    where = f"resume={checkpoint.path}"
+    if compare is None:
+        refuse_another_identity(where, saved, directory.values())
+    else:
+        compare(where, saved)
 
 
 def _tell_checkpoint(checkpoint: VerifiedCheckpoint) -> None:
@@ -223,7 +233,7 @@ def refuse_other_directory(directory: RunDirectory) -> None:
 
 def _newest_of_run(
     directory: RunDirectory,
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     resume: str,
     fetch_copy: Callable[[], VerifiedCheckpoint | None],
     saves_parts: bool,
@@ -232,10 +242,8 @@ def _newest_of_run(
     folder = directory.checkpoints
     refuse_misplaced(folder)
     files.remove_leftovers(folder)
-    weights = size_of(module.state_dict())
-    refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
-    if not saves_parts:
-        refuse_large_file(weights)  # other optimizers have no moments
+    if module is not None:
+        refuse_small_disk(directory.path, module, saves_parts)
     newest = files.newest_verified(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
     if newest is None and (resume == "auto" or directory.metrics.exists()):
@@ -257,6 +265,14 @@ def _newest_of_run(
         if newest and files.step_of(path) > files.step_of(newest.path):
             files.set_aside(path)
     return newest
+
+
+def refuse_small_disk(folder: Path, module: torch.nn.Module, saves_parts: bool) -> None:
+    """Raise an error if no checkpoint of this module fits the disk, or the limit of a file."""
+    weights = size_of(module.state_dict())
+    refuse_full_disk(folder, 3 * weights)  # AdamW: two moments each
+    if not saves_parts:
+        refuse_large_file(weights)  # other optimizers have no moments
 
 
 def _refuse_lost_error(path: Path, loses_error: bool) -> None:
@@ -305,15 +321,13 @@ class RefuseUnfit(Callback):
     It is called by what reads checkpoints. List it after callbacks that change the module.
 
     Args:
-        values: the settings of this run.
+        compare: refuses other settings; None: any may differ.
         counts_samples: whether the run needs the number of samples that it has seen.
-        is_forced: whether settings may differ.
     """
 
-    def __init__(self, values: dict[str, Any], counts_samples: bool, is_forced: bool) -> None:
-        self.values = values
+    def __init__(self, compare: CompareSettings | None, counts_samples: bool = False) -> None:
+        self.compare = compare
         self.counts_samples = counts_samples
-        self.is_forced = is_forced
         self._module: torch.nn.Module | None = None
         self._places: dict[str, Any] = {}  # names of weights -> tensors of their whole shapes
 
@@ -327,8 +341,8 @@ class RefuseUnfit(Callback):
         """Raise a `UserError` if the checkpoint `where` doesn't fit; every rank must call this."""
         assert self._module is not None, "a Trainer sets up before it reads"
         refuse_lost_parts(where, checkpoint, self.counts_samples)
-        if not self.is_forced:
-            refuse_another_identity(where, checkpoint["config"], self.values)
+        if self.compare is not None:
+            self.compare(where, checkpoint["config"])
         # Also those that `configure_model` has made since.
         made_later = self._module.state_dict()
         refuse_other_weights(where, checkpoint["state_dict"], {**made_later, **self._places})

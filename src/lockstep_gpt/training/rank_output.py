@@ -11,8 +11,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.launch.logs import LEVELS
 from lockstep_gpt.run.directory import RunDirectory
 
 # Lightning prints these. They are true, but don't help a reader of our receipt.
@@ -38,8 +38,16 @@ class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 @contextlib.contextmanager
-def routed_output(directory: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
-    """Set up logging and warnings while a rank runs; yield the terminal, for failures."""
+def routed_output(
+    directory: RunDirectory, ranks: Ranks, verbosity: str = "normal"
+) -> Iterator[TextIO]:
+    """Set up logging and warnings while a rank runs; yield the terminal, for failures.
+
+    Args:
+        directory: the run.
+        ranks: this process among all.
+        verbosity: `quiet`, `normal`, or `debug`.
+    """
     terminal = _terminal(directory, ranks)
     handlers = [AboveBar(sys.stdout)]
     with contextlib.ExitStack() as undo, warnings.catch_warnings():
@@ -57,10 +65,10 @@ def routed_output(directory: RunDirectory, ranks: Ranks, config: Config) -> Iter
             undo.callback(vars(library).update, before)
             undo.callback(library.setLevel, library.level)
             vars(library).update(handlers=[], propagate=True)
-            if config.verbosity != "debug":
+            if verbosity != "debug":
                 library.setLevel(logging.INFO if name in CHOSEN_BY_USERS else logging.WARNING)
         logging.root.handlers = [*handlers]
-        logging.root.setLevel(LEVELS[config.verbosity])
+        logging.root.setLevel(LEVELS[verbosity])
 
         # So do warnings, in one line each.
         undo.callback(setattr, warnings, "formatwarning", warnings.formatwarning)

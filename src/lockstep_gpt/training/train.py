@@ -45,7 +45,7 @@ from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
 from lockstep_gpt.run.checkpoint_room import size_of
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.memory.files import KeptState
@@ -53,6 +53,7 @@ from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
 from lockstep_gpt.run.resuming import (
+    CompareSettings,
     RefuseUnfit,
     refuse_other_directory,
     state_to_resume,
@@ -122,7 +123,8 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
     """
     config = directory.load()
     ranks = Ranks.from_environment()
-    with routed_output(directory, ranks, config) as terminal, cpu_kernels.restored_afterward():
+    output = routed_output(directory, ranks, config.verbosity)
+    with output as terminal, cpu_kernels.restored_afterward():
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)
@@ -176,7 +178,7 @@ def assemble(
     resume = weights_to_begin_with(directory, config, steps, module, tokenizer, writer)
     disk.verified = resume
     is_ours = isinstance(data, TokenDataModule)
-    disk.refuse_unfit = unfit = RefuseUnfit(as_values(config), is_ours, config.resume_force)
+    disk.refuse_unfit = unfit = RefuseUnfit(compare_with(config), is_ours)
 
     # What watches and keeps the run, and the Trainer.
     metrics = build_metrics(config, batch, gpt)
@@ -205,6 +207,13 @@ def assemble(
     memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
     made = (batch, schedule, data, tokenizer, module, resume)
     return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer)
+
+
+def compare_with(config: Config) -> CompareSettings | None:
+    """Return what refuses a checkpoint with other settings; None if `config` permits them."""
+    if config.resume_force:
+        return None
+    return partial(refuse_another_identity, ours=as_values(config))
 
 
 def module_of(

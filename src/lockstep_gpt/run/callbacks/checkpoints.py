@@ -1,11 +1,13 @@
 """Saves the run: periodically, at its best, at its end, and when a signal stops it."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from lightning import Trainer
 from lightning.fabric.plugins import CheckpointIO
@@ -26,6 +28,9 @@ from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.states import read_state
 from lockstep_gpt.run.resuming import align_batch_progress, rescale_batch_progress
 from lockstep_gpt.settings import check, check_choice
+
+if TYPE_CHECKING:
+    from lockstep_gpt.run.run import Run
 
 
 @runtime_checkable
@@ -63,22 +68,27 @@ class Checkpoints(StepCallback, Checkpoint):
     other part: any module with any optimizer is saved as it is, once all its numbers are finite.
 
     Args:
-        folder: where they are saved.
+        run: whose checkpoints these are; or the folder where they are saved.
         every: optimizer steps between checkpoints; None: only at the end, and the best.
         keep_last: how many of the newest to keep.
         keep_best: how many of the best to keep, saved at most once in `every` steps.
         monitor: the logged metric that decides which are the best; not needed if none is kept.
         mode: whether the smallest value is the best, or the largest: `min` or `max`.
+        background: copy the state to host memory and let a thread write it; only with a `Run`.
+        copy_to: folder or fsspec URL that gets a copy of each checkpoint; only with a `Run`.
         content: returns what every checkpoint has in addition to the training state.
     """
 
-    folder: Path
+    run: Run | Path | str
     every: int | None = 500
     keep_last: int = 1
     keep_best: int = 1
     monitor: str = "val/loss"
     mode: str = "min"
+    background: bool = False
+    copy_to: str | None = None
     content: Callable[[Trainer], Mapping[str, Any]] = nothing
+    folder: Path = field(init=False)
     urgent: bool = field(default=False, init=False)  # if set, save after the next validation
     # Step of a kept checkpoint -> its value of the metric.
     values: dict[int, float] = field(default_factory=dict, init=False)
@@ -91,14 +101,34 @@ class Checkpoints(StepCallback, Checkpoint):
     _waits: bool = field(default=False, init=False)  # whether a save is due
 
     def __post_init__(self) -> None:
-        self.folder = Path(self.folder)
+        if isinstance(self.run, Path | str):
+            self.folder = Path(self.run)
+            of_run = [name for name in ("background", "copy_to") if getattr(self, name)]
+            check("run", self.run, not of_run, f"must be a Run for {' and '.join(of_run)}")
+        else:
+            self.folder = self.run.directory.checkpoints
+            self.run.take(self)
         check("every", self.every, self.every is None or self.every >= 1, "must be at least 1")
         check("keep_last", self.keep_last, self.keep_last >= 1, "must be at least 1")
         check("keep_best", self.keep_best, self.keep_best >= 0, "must be at least 0")
         check_choice("mode", self.mode, ("min", "max"))
 
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse a disk that is too small, and checkpoints that don't fit the run."""
+        if stage == "fit" and not isinstance(self.run, Path | str):
+            self.run.expect(trainer, pl_module)
+
+    @property
+    def _parts(self) -> list[Any]:
+        """What a run's checkpoints have besides, as callbacks: hashes, and what has computed."""
+        if isinstance(self.run, Path | str):
+            return []
+        return [self.run.hashes, self.run.arithmetic]
+
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where a new or resumed run starts."""
+        for part in self._parts:
+            part.on_train_start(trainer, pl_module)
         super().on_train_start(trainer, pl_module)
         self._last_saved = trainer.global_step
         restored = trainer.callback_metrics.get(self.monitor, math.nan)  # by `ValidateEvery`
@@ -259,7 +289,9 @@ class Checkpoints(StepCallback, Checkpoint):
         newest = None if math.isnan(self.newest_value) else self.newest_value
         present = files.checkpoints_in(self.folder)
         last_checkpoint = str(present[-1]) if present else None
+        weights = {} if isinstance(self.run, Path | str) else self.run.hashes.in_summary(_step)
         return {
+            **weights,
             "monitor": self.monitor,
             "monitored_value": newest,
             "best_value": best_value,
@@ -270,10 +302,16 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add what every checkpoint has in addition to the training state."""
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        if not isinstance(self.run, Path | str):
+            checkpoint["config"] = self.run.config
+        for part in self._parts:
+            part.on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint.update(self.content(trainer))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Continue after whole steps of this run's own accumulation, and at the saved sample."""
+        for part in self._parts:
+            part.on_load_checkpoint(trainer, pl_module, checkpoint)
         data: Any = getattr(trainer, "datamodule", None)
         if isinstance(data, EndlessData):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])

@@ -91,8 +91,8 @@ class GracefulStop(StepCallback):
     It takes part in one Trainer, and leaves Lightning and the process as they were.
     """
 
-    checkpoints: Checkpoints
-    turns: MemoryTurns = field(default_factory=MemoryTurns)  # when the state is kept in memory
+    checkpoints: Checkpoints | None = None  # what saves; None: that of the Trainer, if there is one
+    turns: MemoryTurns | None = None  # when the state is kept in memory; None: the Trainer's
     timeout: float = LONGEST_WAIT  # seconds that a rank waits for another one's vote
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
     _undo: ExitStack = field(default_factory=ExitStack, init=False)  # what it changes
@@ -101,16 +101,26 @@ class GracefulStop(StepCallback):
         """Keep Lightning from broadcasts, in a signal's handler and in each micro-batch."""
         self._undo.close()
         self._undo.enter_context(without_sigterm_broadcasts(trainer))
+        if stage == "fit":
+            self._undo.enter_context(stop_signals.noted())
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.checkpoints is None:
+            saving = (callback for callback in callbacks if isinstance(callback, Checkpoints))
+            self.checkpoints = next(saving, None)
+        if self.turns is None:
+            turns = (getattr(callback, "turns", None) for callback in callbacks if callback != self)
+            self.turns = next(filter(None, turns), MemoryTurns())
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note signals from now on."""
+        """Stop on all ranks if one of them got a signal before."""
         super().on_train_start(trainer, pl_module)
-        self._undo.enter_context(stop_signals.noted())
+        stop_before_first_step()
         self.vote = StopVote(self.timeout)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save and stop once all ranks know of a signal, and the step is finished."""
         signum = int(stop_signals.received.first or 0)
+        assert self.turns is not None, "set up with the Trainer"
         self.decided, is_kept = self.vote.result()
         self.turns.decide(step, is_kept)
         self.vote.cast(signum, self.turns.ballot(step + 1))
@@ -120,7 +130,9 @@ class GracefulStop(StepCallback):
             self.decided = 0  # the run ends anyway
         if not self.decided:
             return
-        if self.checkpoints.is_unfinished(trainer):
+        if self.checkpoints is None:  # nothing saves this run
+            self._stop(saved=False)
+        elif self.checkpoints.is_unfinished(trainer):
             self.checkpoints.urgent = True
         else:
             self.checkpoints.save(trainer)
@@ -131,10 +143,10 @@ class GracefulStop(StepCallback):
         if self.decided:
             self._stop()
 
-    def _stop(self) -> None:
-        stop_signals.received.has_saved = True
+    def _stop(self, *, saved: bool = True) -> None:
+        stop_signals.received.has_saved = saved
         self.vote.close()
-        raise Stopped(self.decided)
+        raise Stopped(self.decided, saved=saved)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Finish the last vote: a rank that leaves early would fail the others' vote."""

@@ -1,0 +1,233 @@
+"""The configuration of a program: Hydra composes it once, and it is frozen as plain values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.resolvers import oc
+from yaml import YAMLError
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.run.directory import flat
+
+if TYPE_CHECKING:
+    from lockstep_gpt.launch.main import Program
+
+# Later versions warn about the name of 1.3.
+if hydra.__version__.startswith("1.3."):
+    register_resolver: Any = OmegaConf.register_new_resolver
+else:
+    register_resolver = OmegaConf.register_resolver
+
+# Settings of `lockstep.main`, which need no place in the YAML files.
+OURS = re.compile(r"(run_dir|run_name|resume|resume_force|verbosity|launch\.\w+)=")
+# What composing may raise.
+COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
+# A reference to another setting, such as `${batch.global_size}`; those with `:` call a function.
+REFERENCE = re.compile(r"\$\{[^${}:]+\}")
+
+
+class SweepStopped(BaseException):
+    """A signal ended a job and so the sweep; not an `Exception`, which Hydra would store."""
+
+
+def added(word: str) -> str:
+    """Let Hydra accept a setting of `lockstep.main` that is in no YAML file."""
+    return f"++{word}" if OURS.match(word) else word
+
+
+def call(program: Program, words: list[str], job: Callable[[DictConfig], Any]) -> None:
+    """Call `job` with the composed configuration, for each job of a sweep.
+
+    Args:
+        program: the function that Hydra configures.
+        words: of the command line.
+        job: its result is the job's value, which a sweeper may optimize.
+
+    Raises:
+        UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
+    """
+    has_started = False
+
+    def task(config: DictConfig) -> Any:
+        nonlocal has_started
+        has_started = True
+        return job(config)
+
+    # Hydra finds the folder, and names the job, by the file of the function.
+    task = functools.wraps(program.function)(task)
+    options: dict[str, Any] = {"version_base": program.version_base}
+    decorate = hydra.main(program.config_path, program.config_name, **options)
+    with _command_line(words), contextlib.suppress(SweepStopped):
+        try:
+            decorate(task)()
+        except COMPOSING as error:
+            if has_started or isinstance(error, UserError):
+                raise  # the job's own error, not the composition's
+            raise UserError(one_line(program, error, words)) from None
+
+
+@contextlib.contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    """Pass Hydra the words, and make it raise its errors instead of printing them."""
+    name = "HYDRA_FULL_ERROR"
+    words_before = sys.argv
+    value_before = os.environ.get(name)
+    hydra_before = GlobalHydra.instance().hydra  # a notebook may have called `hydra.initialize`
+    GlobalHydra.instance().clear()
+    sys.argv = [sys.argv[0], *words]
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = words_before
+        GlobalHydra.instance().hydra = hydra_before
+        del os.environ[name]
+        if value_before is not None:
+            os.environ[name] = value_before
+
+
+def one_line(program: Program, error: Exception, words: list[str]) -> str:
+    """Return what is wrong with a command line or a YAML file, in one line."""
+    text = " ".join(str(error).partition("\n\n")[0].split())
+    if isinstance(error, OverrideParseException):
+        quotes = """to set a text, quote it for Hydra and for the shell: 'NAME="TEXT"'"""
+        return f"{error.override}: {text}; {quotes}"
+    if isinstance(error, MissingConfigException):
+        return _unknown_choice(error) or text
+    cause: Any = error.__cause__ or error.__context__ or error
+    if not isinstance(cause, OmegaConfBaseException):
+        cause = error
+    path = getattr(cause, "full_key", None)
+    if path and isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        typed = [word.lstrip("+~").partition("=")[0] for word in words]
+        name = next((name for name in typed if name == path or name.startswith(f"{path}.")), path)
+        return f"unknown setting {name}{_nearest_setting(program, name, words)}"
+    return text
+
+
+def _unknown_choice(error: MissingConfigException) -> str | None:
+    """Return that a group has no such choice, and which it has; None for another file."""
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or [])
+    if not group or not options:
+        return None
+    near = get_close_matches(choice, options, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{group}={choice} is not one of {', '.join(options)}{hint}"
+
+
+def _nearest_setting(program: Program, name: str, words: list[str]) -> str:
+    """Return the end of a line that suggests the nearest setting, of what all others compose."""
+    others = [word for word in words if not word.startswith("-") and name not in word]
+    known = known_settings(program, others)
+    if not known:
+        return ""
+    last = name.rpartition(".")[2]
+    same = [setting for setting in known if setting.rpartition(".")[2] == last]
+    near = get_close_matches(name, same, n=1) or get_close_matches(name, known, n=1, cutoff=0.75)
+    near = near or (same if len(same) == 1 else [])
+    hint = f"; did you mean {near[0]}?" if near else "; --cfg job shows all of them;"
+    return f"{hint} (+{name}=... would add it)"
+
+
+def known_settings(program: Program, words: list[str]) -> list[str]:
+    """Return the full names of the settings and groups that these words compose."""
+    if program.config_name is None or program.config_path is None:
+        return []
+    folder = Path(inspect.getfile(program.function)).parent / program.config_path
+    hydra_before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(folder.resolve()), version_base=program.version_base):
+            config = hydra.compose(program.config_name, words)
+    except (*COMPOSING, OSError):  # `pkg://`, or another mistake in the words
+        return []
+    finally:
+        GlobalHydra.instance().hydra = hydra_before
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    groups = [path.name for path in folder.iterdir() if path.is_dir()]
+    return [*groups, *(name for name, _ in flat(plain))]
+
+
+def is_sweep() -> bool:
+    """Return whether this is a job of a sweep."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def runs_elsewhere() -> bool:
+    """Return whether a launcher plugin runs this job in another process, perhaps elsewhere."""
+    choices = HydraConfig.get().runtime.choices
+    return is_sweep() and choices.get("hydra/launcher") != "basic"
+
+
+def overrides() -> list[str]:
+    """Return the job's own overrides: in a sweep, with one value each."""
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [str(word).lstrip("+") for word in cast(list[Any], words)]
+
+
+def values_to_freeze(config: DictConfig) -> dict[str, Any]:
+    """Return plain values, in which only two kinds of references stay.
+
+    Those to other settings stay, so that a resume may change what they refer to. Those that read
+    the environment stay, because it may contain secrets, which belong in no file of a run. What
+    depends on the time, on Hydra, or on functions of the program's own is resolved, once.
+    """
+    reads: list[str] = []
+
+    def read(name: str, *default: Any) -> Any:
+        reads.append(name)
+        return oc.env(name, *default)
+
+    register_resolver("oc.env", read, replace=True)
+    try:
+        return cast(dict[str, Any], _plain(config, reads))
+    finally:
+        register_resolver("oc.env", oc.env, replace=True)
+
+
+def _plain(node: Any, reads: list[str]) -> Any:
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    raw: Any = OmegaConf.to_container(node, resolve=False)
+    if isinstance(node, ListConfig):
+        return [_plain_child(node, index, raw[index], reads) for index in range(len(node))]
+    return {key: _plain_child(node, key, raw[key], reads) for key in node}
+
+
+def _plain_child(parent: Any, key: Any, raw: Any, reads: list[str]) -> Any:
+    if OmegaConf.is_missing(parent, key):
+        return raw
+    if isinstance(raw, str) and "${" in raw and "${" not in REFERENCE.sub("", raw):
+        return raw
+    reads.clear()
+    value = parent[key]
+    if reads:
+        return raw
+    return _plain(value, reads)
+
+
+def with_devices(values: dict[str, Any], placement: Placement) -> dict[str, Any]:
+    """Return `values` with the devices that were found, if they configure a Trainer."""
+    if not isinstance(values.get("trainer"), dict):
+        return values
+    found = {"accelerator": placement.accelerator, "devices": placement.devices}
+    return {**values, "trainer": {**values["trainer"], **found}}

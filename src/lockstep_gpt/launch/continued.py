@@ -1,0 +1,167 @@
+"""`resume=auto`: the recorded configuration of a run, with this command's overrides on top."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch import composed, devices, launcher, start
+from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.run import trust
+from lockstep_gpt.run.directory import RunDirectory, flat
+from lockstep_gpt.run.kept import refuse_other_experiment
+from lockstep_gpt.settings import as_typed
+from lockstep_gpt.whole_files import replacing
+
+if TYPE_CHECKING:
+    from lockstep_gpt.launch.main import Program
+
+# They select a run, and don't change it.
+ADDRESS = ("run_dir", "resume", "resume_force", "trust_run_dir")
+
+
+def resume(program: Program, run: RunDirectory, values: dict[str, Any]) -> tuple[int, Any]:
+    """Continue a run in its own directory; return the exit status, and the function's value.
+
+    Args:
+        program: what the run runs.
+        run: it has a frozen configuration.
+        values: what this command has composed.
+
+    Raises:
+        UserError: the command changes what makes the run this experiment.
+    """
+    recorded = run.values()
+    merged = with_overrides(recorded, values)
+    settings = LaunchSettings.of(merged)
+    is_open = "trainer.devices" not in (word.partition("=")[0] for word in composed.overrides())
+    placement = devices.found(merged, settings, is_open=is_open)
+    merged = {**composed.with_devices(merged, placement), "run_dir": str(run.path)}
+    if not values.get("resume_force"):
+        where = f"run_dir={run.path}"
+        kept = recorded.get("kept", ())
+        refuse_other_experiment(where, resolved(recorded), resolved(merged), kept)
+        if _makes_choices():  # else what is composed beside the overrides isn't meant
+            refuse_other_experiment(where, resolved(recorded), resolved(values), kept)
+    changes = changes_between(recorded, merged)
+    summary = run.read_summary()
+    if summary.get("status") == "done" and not changes:
+        if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
+            print(f"{run.path} is done; to train it longer, set max_steps")
+        return 0, summary.get("value", math.nan)
+    permit = partial(trust.permit, run, bool(values.get("trust_run_dir")), values)
+    if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
+        permit()
+    continued = ContinuedRun(run, merged, program.reference or "", changes, permit)
+    status = start.start(continued, program.rank)
+    return status, run.read_summary().get("value", math.nan)
+
+
+def with_overrides(recorded: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded values with what this command's overrides set in `values`.
+
+    A chosen file of a group replaces that group. One that sets settings of several groups, such as
+    an experiment, replaces nothing: the record has what it has set.
+    """
+    merged = OmegaConf.create(recorded)
+    ours = OmegaConf.create(values)
+    choices = HydraConfig.get().runtime.choices
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    for override in OverridesParser.create().parse_overrides(cast(list[str], words)):
+        name = override.package or override.key_or_group.replace("/", ".")
+        is_choice = override.key_or_group in choices
+        if is_choice and OmegaConf.select(ours, name) is None:
+            continue
+        if override.is_delete():
+            _remove(merged, name)
+            continue
+        plain: Any = values
+        for part in name.split("."):
+            plain = plain[part]
+        OmegaConf.update(merged, name, plain, merge=False, force_add=True)
+    return cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
+
+
+def _remove(merged: DictConfig, name: str) -> None:
+    parent, _, last = name.rpartition(".")
+    node = OmegaConf.select(merged, parent) if parent else merged
+    if isinstance(node, DictConfig):
+        node.pop(last, None)
+
+
+def _makes_choices() -> bool:
+    """Return whether this command chooses files of groups."""
+    choices = HydraConfig.get().runtime.choices
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides(cast(list[str], words))
+    return any(override.key_or_group in choices for override in parsed)
+
+
+def resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with their references resolved; as they are if one can't be resolved here."""
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException:  # a variable of the environment isn't set, for example
+        return values
+    return cast(dict[str, Any], plain)
+
+
+def changes_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """List what differs, each as `setting: old -> new`."""
+    old, new = dict(flat(before)), dict(flat(after))
+    return [
+        f"{name}: {as_typed(old.get(name))} -> {as_typed(new.get(name))}"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name) and name not in ADDRESS
+    ]
+
+
+@dataclass
+class ContinuedRun:
+    """The start of a run that continues in its own directory."""
+
+    run: RunDirectory
+    values: dict[str, Any]
+    function: str
+    changes: list[str]  # of the configuration, as lines
+    permit: Any
+    is_named = True
+
+    def check(self) -> None:
+        """Raise a `UserError` if the directory is not trusted."""
+        self.permit()
+
+    def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values: ranks make what they need."""
+        return values
+
+    def freeze(self, values: dict[str, Any]) -> None:
+        """Freeze the changed values, and add the changes to the log of overrides."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        files = (self.run.config, self.run.overrides)
+        self._files = {path: path.read_bytes() if path.exists() else None for path in files}
+        with self.run.writing(UserError):
+            with replacing(self.run.overrides) as file:
+                file.write(self._files[self.run.overrides] or b"")
+                file.writelines(f"{now}  {change}\n".encode() for change in self.changes)
+            self.run.refreeze(values)
+        print(f"resuming {self.run.path}", *self.changes, sep="\n  ")
+
+    def undo(self) -> None:
+        """Restore the files that `freeze` has changed."""
+        for path, content in self._files.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+                continue
+            with replacing(path) as file:
+                file.write(content)

@@ -1,0 +1,215 @@
+"""`lockstep.main` stands where `hydra.main` stands, and starts the ranks of a program.
+
+    command line + YAML -> Hydra, once, here -> frozen -> ranks, each of which calls the function
+
+This process stays light: it doesn't import torch, so a mistake ends it at once, in one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lockstep_gpt import processes, standard_streams, stop_signals
+from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
+from lockstep_gpt.exits import after_signal
+from lockstep_gpt.launch import composed, continued, devices, launcher, start
+from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
+from lockstep_gpt.launch.start import NewRun
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.stop_signals import Interrupted
+
+MULTIRUN = ("-m", "--multirun")
+
+
+def main(
+    config_path: str | None = None, config_name: str | None = None, version_base: str | None = "1.3"
+) -> Callable[[Callable[..., Any]], Program]:
+    """Decorate the function of a program, in the place of `hydra.main`, with the same arguments.
+
+    The function gets the configuration, and a `Run` if it has a second argument. It is called in
+    each rank, on `trainer.devices` devices of each of `trainer.num_nodes` machines. What it returns
+    goes to Hydra's sweeper.
+
+        @lockstep.main("../configs", "train")
+        def main(cfg: DictConfig, run: lockstep.Run) -> float: ...
+
+    These settings need no place in the YAML files: `run_dir`, `resume` (none, auto, or a path),
+    `resume_force`, `verbosity`, and those of `launch` (see `LaunchSettings`).
+
+    Args:
+        config_path: folder of the YAML files, relative to the function's file.
+        config_name: name of the main file.
+        version_base: as in `hydra.main`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Program:
+        return Program(function, config_path, config_name, version_base)
+
+    return decorate
+
+
+class Program:
+    """A function that Hydra configures and ranks call; see `main`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        config_path: str | None,
+        config_name: str | None,
+        version_base: str | None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.config_path = config_path
+        self.config_name = config_name
+        self.version_base = version_base
+        self.reference = reference_of(function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the command line; or call the function with a configuration that is given.
+
+        A program that doesn't succeed ends with its exit status.
+        """
+        if arguments:
+            return self.function(*arguments)
+        status = self.run(sys.argv[1:])
+        if status:
+            sys.exit(status)
+        return None
+
+    def rank(self, run: RunDirectory, store: Any = None) -> int:
+        """Call the function as one rank, and return the rank's exit status."""
+        from lockstep_gpt.launch import rank
+
+        return rank.call(self.function, run, store)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run the program with these words of a command line; return the exit status."""
+        try:
+            return self._run([*words])
+        except (UserError, RunError) as error:
+            processes.print_error(f"{Path(sys.argv[0]).name}: {error}")
+            return int(error.status)
+        except ReportedError as error:
+            return error.status
+        except Interrupted as stop:
+            return after_signal(stop.signum)
+
+    @standard_streams.never_failing()
+    @log_to_stdout()
+    def _run(self, words: list[str]) -> int:
+        processes.name_program(sys.modules["__main__"])
+        launcher.end_with_launcher()
+        if launcher.is_inside_launcher():
+            stop_signals.end_at_once()  # until there is something to save
+        else:
+            stop_signals.install(has_keyboard=True).interrupt()
+        is_sweep = any(word in MULTIRUN for word in words)
+        if is_sweep and launcher.is_inside_launcher():
+            raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
+        jobs = Jobs(self)
+        composed.call(self, [composed.added(word) for word in words], jobs.run)
+        return jobs.status
+
+
+class Jobs:
+    """The jobs of one command: one, or those of a sweep.
+
+    Args:
+        program: what they run.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.results: list[tuple[str, int, Any]] = []  # overrides, exit status, value
+
+    @property
+    def status(self) -> int:
+        """The worst exit status."""
+        return max((status for _, status, _ in self.results), default=0)
+
+    def run(self, config: DictConfig) -> Any:
+        """Run a job with its configuration; return the value of its function, for a sweeper.
+
+        Raises:
+            SweepStopped: a signal has ended it.
+            ReportedError: it has failed in another process, where a launcher plugin ran it.
+        """
+        is_sweep = composed.is_sweep()
+        words = " ".join(composed.overrides())
+        if is_sweep:
+            stop_signals.received.interrupt()
+            print(f"job {HydraConfig.get().job.num}: {words}", flush=True)
+        value: Any = math.nan
+        try:
+            with refusing_long_names():
+                status, value = run_job(self.program, config)
+        except (UserError, RunError) as error:
+            processes.print_error(f"{Path(sys.argv[0]).name}: {error}")
+            status = int(error.status)
+        if status and composed.runs_elsewhere():  # only an exception comes back from there
+            raise ReportedError(status)
+        self.results.append((words, status, value))
+        if status > 128 and is_sweep:
+            raise composed.SweepStopped
+        return value
+
+
+def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
+    """Run a program with one configuration; return its exit status and its function's value."""
+    values = composed.values_to_freeze(config)
+    run = directory_of(values)
+    logging.getLogger().setLevel(LEVELS.get(values.get("verbosity", "normal"), logging.INFO))
+    if values.get("resume") == "auto" and run.config.is_file():
+        return continued.resume(program, run, values)
+    settings = LaunchSettings.of(values)
+    placement = devices.found(values, settings)
+    values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
+    if program.reference is None and not settings.inline:
+        raise UserError(
+            "this program is not a file, which each rank could run; write it to one, or set "
+            "launch.inline=true to run it here"
+        )
+    is_named = config.get("run_dir") is not None
+    new = NewRun(run, values, program.reference or "", dict, is_named=is_named)
+    status = start.start(new, program.rank)
+    return status, run.read_summary().get("value", math.nan)
+
+
+def directory_of(values: dict[str, Any]) -> RunDirectory:
+    """Return the directory of a job: `run_dir`, or where Hydra's job writes."""
+    named = values.get("run_dir")
+    job = HydraConfig.get()
+    if named is None:
+        run = RunDirectory(Path(job.runtime.output_dir))
+        run.others = {f"{job.job.name}.log", job.output_subdir or ""}  # which Hydra has made
+        return run
+    if composed.is_sweep():
+        return RunDirectory(Path(named) / str(job.job.num))
+    return RunDirectory(Path(named))
+
+
+def reference_of(function: Callable[..., Any]) -> str | None:
+    """Return how a rank finds a function, as text; None if it is in no file, as in a notebook."""
+    name = function.__qualname__
+    if function.__module__ != "__main__":
+        return f"{function.__module__}:{name}"
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:  # python -m
+        return f"{spec.name}:{name}"
+    try:
+        file = Path(inspect.getfile(function)).resolve()
+    except (TypeError, OSError):
+        return None
+    return f"{file}:{name}" if file.is_file() else None

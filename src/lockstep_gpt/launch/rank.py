@@ -1,0 +1,125 @@
+"""What one rank does with the function of a program: calls it, and tells how that ended."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep_gpt import stop_signals
+from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks, lost_peers
+from lockstep_gpt.exits import Exit, after_signal
+from lockstep_gpt.run import last_line
+from lockstep_gpt.run.callbacks.stopping import Stopped
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.failures import report_failure
+from lockstep_gpt.run.run import Run
+from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
+
+logger = logging.getLogger(__name__)
+
+
+def call(function: Callable[..., Any], directory: RunDirectory, store: Any = None) -> int:
+    """Call a program's function as one rank of a run, and return the rank's exit status.
+
+    Args:
+        function: takes the frozen configuration, and perhaps the `Run`.
+        directory: of the run.
+        store: where the ranks of a launcher have met; None: they meet now, or there is only one.
+    """
+    ranks = Ranks.from_environment()
+    values = directory.resolved()
+    with routed_output(directory, ranks, values.get("verbosity", "normal")) as terminal:
+        _restore_hydra(directory, ranks)
+        run = None
+        try:
+            run = _run_of(directory, values, ranks)
+            run.join(**_connection(values), store=store)
+            config = frozen_config(directory)
+            arguments = [config, run] if takes_run(function) else [config]
+            value = function(*arguments)
+            run.conclude("done", _plain(value))
+        except Stopped as stopped:
+            if run is not None:
+                run.conclude("stopped", saved=stopped.saved)
+            if ranks.rank == 0 and stopped.saved:
+                logger.info("%s; %s", stopped, last_line.way_on(directory))
+            return after_signal(stopped.signum)
+        except KeyboardInterrupt:  # a Ctrl-C before training
+            raise
+        except BaseException as error:
+            signum = stop_signals.received.first
+            if signum is not None and lost_peers(error):  # which got the signal, too
+                return after_signal(signum)
+            if run is not None:
+                run.conclude("failed", saved=False)
+            status = report_failure(directory, ranks, error, terminal)
+            last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
+            return status
+    drop_rank_log(directory, ranks)
+    return Exit.DONE
+
+
+def takes_run(function: Callable[..., Any]) -> bool:
+    """Return whether a program's function takes the `Run`, as its second argument."""
+    return len(inspect.signature(function).parameters) > 1
+
+
+def frozen_config(directory: RunDirectory) -> DictConfig:
+    """Return the frozen configuration, closed as Hydra's is: a misspelled name is an error."""
+    config = OmegaConf.create(directory.values())
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def _run_of(directory: RunDirectory, values: dict[str, Any], ranks: Ranks) -> Run:
+    return Run(
+        directory.path,
+        directory.values(),
+        resume=values.get("resume", "none"),
+        kept=values.get("kept", ()),
+        force=bool(values.get("resume_force", False)),
+        ranks=ranks,
+        timeout=_strategy_of(values).get("timeout_seconds", LONGEST_WAIT),
+    )
+
+
+def _connection(values: dict[str, Any]) -> dict[str, Any]:
+    """Return how the ranks connect, as the Trainer and the strategy would connect them."""
+    trainer = values.get("trainer") or {}
+    backend = _strategy_of(values).get("process_group_backend")
+    return {"accelerator": trainer.get("accelerator", "cpu"), "backend": backend}
+
+
+def _strategy_of(values: dict[str, Any]) -> dict[str, Any]:
+    strategy = values.get("strategy") or (values.get("trainer") or {}).get("strategy")
+    return strategy if isinstance(strategy, dict) else {}
+
+
+def _restore_hydra(directory: RunDirectory, ranks: Ranks) -> None:
+    """Restore what Hydra's own `main` sets up: its configuration, and a job's logging."""
+    file = directory.path / ".hydra/hydra.yaml"
+    if not file.is_file():
+        return
+    node = OmegaConf.structured(HydraConf)
+    OmegaConf.set_struct(node, False)
+    config = OmegaConf.create({"hydra": node})
+    config.merge_with(OmegaConf.load(file))
+    HydraConfig.instance().set_config(config)
+    if ranks.rank == 0:
+        configure_log(config.hydra.job_logging, config.hydra.verbose)
+
+
+def _plain(value: Any) -> Any:
+    """Return what a function has returned, if a file can hold it: a number, or several."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
+        return value.item()
+    return None

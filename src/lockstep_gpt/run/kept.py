@@ -1,0 +1,44 @@
+"""Settings that a run keeps: what makes it this experiment and not another one."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.directory import flat, some_of
+from lockstep_gpt.settings import as_typed
+
+
+def refuse_other_experiment(
+    where: str, saved: Mapping[str, Any], ours: Mapping[str, Any], kept: Collection[str]
+) -> None:
+    """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`.
+
+    Args:
+        where: what has the saved settings, as typed, such as `resume=PATH`.
+        saved: a whole configuration.
+        ours: the one of this command.
+        kept: names of settings and of groups, such as `seed` and `model`.
+    """
+    theirs = _kept_settings(saved, kept)
+    mine = _kept_settings(ours, kept)
+    differing = [
+        f"{name}={as_typed(mine.get(name))} instead of {as_typed(theirs.get(name))}"
+        for name in {**theirs, **mine}
+        if theirs.get(name) != mine.get(name)
+    ]
+    if not differing:
+        return
+    remedy = "use the same, or set resume_force=true"
+    run = Path(where.removeprefix("resume=")).parent.parent  # of a checkpoint
+    if where.startswith("resume=") and (run / "config.yaml").is_file():
+        remedy += f"; to continue the run itself: run_dir={run} resume=auto"
+    raise UserError(f"{where} keeps its settings, but got {some_of(differing)}; {remedy}")
+
+
+def _kept_settings(values: Mapping[str, Any], kept: Collection[str]) -> dict[str, Any]:
+    """Return the settings of these names and groups, each by its full name."""
+    groups = tuple(f"{name}." for name in kept)
+    plain = json.loads(json.dumps(values, default=str))
+    return {name: value for name, value in flat(plain) if name in kept or name.startswith(groups)}

@@ -1,0 +1,381 @@
+"""One run of an experiment, as each of its ranks sees it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from lightning import LightningModule, Trainer
+from omegaconf import OmegaConf
+
+from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
+from lockstep_gpt.distributed.flight_recorder import record_collectives
+from lockstep_gpt.distributed.ranks import (
+    LONGEST_WAIT,
+    Ranks,
+    backend_of,
+    is_restart,
+    join,
+    leave,
+)
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
+from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
+from lockstep_gpt.run.checkpoint_writing import checkpoint_io
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.kept import refuse_other_experiment
+from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
+from lockstep_gpt.run.memory.files import KeptState
+from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.run.metrics_rows import STEP
+from lockstep_gpt.run.resuming import (
+    RefuseUnfit,
+    refuse_other_directory,
+    refuse_small_disk,
+    state_to_resume,
+)
+from lockstep_gpt.settings import counted
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+_current: Run | None = None  # of this process
+
+
+class Run:
+    """A run's directory, ranks, frozen configuration, and what it resumes from.
+
+    `lockstep.main` makes it in each rank and passes it to the function that it decorates, which
+    gives its parts to Lightning:
+
+        trainer = Trainer(
+            callbacks=[lockstep.Checkpoints(run, every=500)],
+            logger=[run.metrics_csv],
+            plugins=run.plugins,
+        )
+        trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
+        return run.finish(trainer, metric="val/loss")
+
+    Args:
+        path: the run's directory, in which the configuration is frozen.
+        config: the frozen configuration, as plain values; it is part of each checkpoint.
+        resume: `none`; `auto`: the newest state of this run, if it has any; or the path of a
+            checkpoint, or of another run, for a run that has none of its own.
+        kept: names of settings and groups, such as `seed` and `model`, that a checkpoint to resume
+            from must have in common with `config`.
+        force: whether it may have others.
+        ranks: this process among all.
+        timeout: the longest wait for another rank in seconds.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        resume: str = "none",
+        kept: Collection[str] = (),
+        force: bool = False,
+        ranks: Ranks | None = None,
+        timeout: float = LONGEST_WAIT,
+    ) -> None:
+        global _current
+        self.directory = RunDirectory(Path(path))
+        self.config = dict(config)
+        self.resume = str(resume)
+        self.kept = tuple(kept)
+        self.force = force
+        self.ranks = ranks or Ranks.from_environment()
+        self.timeout = timeout
+        self.metrics_csv = MetricsFile(self.directory.metrics, [STEP])
+        self.hashes = WeightHashes()
+        self.arithmetic = Arithmetic()
+        self.resumed: VerifiedCheckpoint | KeptState | None = None  # what the run continues from
+        self.trainer: Trainer | None = None  # that trains, once it is known
+        self._checkpoints: Checkpoints | None = None
+        self._disk: AtomicCheckpointIO | None = None
+        self._started = time.perf_counter()
+        _current = self
+
+    @classmethod
+    def current(cls) -> Run:
+        """Return the run of this process, for code that doesn't get it as an argument.
+
+        Raises:
+            UserError: `lockstep.main` has not started this process, and nobody has made a `Run`.
+        """
+        if _current is None:
+            raise UserError("there is no run; decorate the program with lockstep.main, or make one")
+        return _current
+
+    @classmethod
+    def alone(cls, path: str | Path | None = None, config: Any = None) -> Self:
+        """Return a new run in this process alone, such as in a notebook or a debugger.
+
+        Args:
+            path: its directory; None: a temporary one, which is removed when the process ends.
+            config: its configuration, for its checkpoints.
+
+        Raises:
+            UserError: the directory is used by another run.
+        """
+        if path is None:
+            path = tempfile.mkdtemp(prefix="run-")
+            atexit.register(shutil.rmtree, path, ignore_errors=True)
+        directory = RunDirectory(Path(path))
+        values = OmegaConf.to_container(OmegaConf.create(config or {}))
+        directory.create(cast(dict[str, Any], values))
+        return cls(path, cast(dict[str, Any], values), ranks=Ranks())
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.directory.path
+
+    def join(
+        self, accelerator: str = "cpu", backend: str | None = None, store: Store | None = None
+    ) -> None:
+        """Connect to the other ranks, so that they can agree before Lightning connects them.
+
+        Args:
+            accelerator: cpu, cuda, or mps.
+            backend: of the process group; None: nccl on GPUs, gloo elsewhere.
+            store: where the ranks have met; None: they meet now.
+
+        Raises:
+            UserError: the ranks don't see the same run directory.
+        """
+        record_collectives(backend_of(accelerator, backend), self.directory.rank_logs)
+        wait = self.timeout
+        join(self.ranks, store, accelerator=accelerator, backend=backend, timeout=wait)
+        refuse_other_directory(self.directory)
+
+    @property
+    def plugins(self) -> list[Any]:
+        """What Lightning's Trainer needs: what reads and writes checkpoints, and who this rank is.
+
+        Make `Checkpoints(run)` before.
+        """
+        if self._disk is None:
+            self._disk = self._make_disk()
+        if self.ranks.world_size == 1:
+            return [self._disk]
+        return [self._disk, RanksEnvironment(self.ranks)]
+
+    def _make_disk(self) -> AtomicCheckpointIO:
+        saving = self._checkpoints
+        copy_to = saving.copy_to if saving else None
+        return checkpoint_io(
+            self.directory,
+            self.hashes,
+            background=saving is not None and saving.background,
+            copy_to=copies_of(self.path, copy_to) if copy_to else None,
+            continues=self.resume == "auto",
+        )
+
+    def take(self, checkpoints: Checkpoints) -> None:
+        """Note what saves this run, which calls it.
+
+        Raises:
+            UserError: another one does, or `plugins` came first.
+        """
+        if self._checkpoints is not None:
+            raise UserError("a run has one Checkpoints; keep one of them")
+        if self._disk is not None:
+            raise UserError("Checkpoints(run) comes after run.plugins; make it before")
+        self._checkpoints = checkpoints
+
+    def expect(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse, when training begins, a disk that is too small, and unfit checkpoints later."""
+        disk = trainer.strategy.checkpoint_io
+        if not isinstance(disk, AtomicCheckpointIO):
+            raise UserError("Checkpoints(run) needs Trainer(plugins=run.plugins); add them")
+        if self.ranks.rank == 0:
+            saves_parts = getattr(trainer.strategy, "saves_parts", False)
+            refuse_small_disk(self.path, module, saves_parts)
+        unfit = RefuseUnfit(None if self.force else self._refuse_other)
+        unfit.setup(trainer, module, "fit")
+        disk.refuse_unfit = unfit
+
+    def _refuse_other(self, where: str, saved: dict[str, Any]) -> None:
+        refuse_other_experiment(where, saved, self.config, self.kept)
+
+    def checkpoint(self, trainer: Trainer) -> str | None:
+        """Return what `trainer.fit` resumes from; None: step 0. Every rank must call this.
+
+        It is the run's own newest state, else what `resume` names.
+
+        Raises:
+            UserError: that is damaged, of another experiment, or later than the run's last step.
+        """
+        self.trainer = trainer
+        copy_to = self._checkpoints.copy_to if self._checkpoints else None
+        self.resumed = state_to_resume(
+            self.directory,
+            None,
+            self.resume,
+            force=self.force,
+            compare=self._refuse_other,
+            in_memory=False,
+            fetch_copy=partial(self._fetch_copy, copy_to),
+            loses_error=getattr(trainer.strategy, "loses_error", False),
+            timeout=self.timeout,
+        )
+        if self._disk is not None:
+            self._disk.verified = self.resumed
+        if self.resumed is not None:
+            self._refuse_later(self.resumed, trainer.max_steps)
+        self._begin_metrics(trainer)
+        return str(self.resumed.path) if self.resumed else None
+
+    def _fetch_copy(self, copy_to: str | None) -> VerifiedCheckpoint | None:
+        if copy_to is None:
+            return None
+        return fetch(self.directory, self.path, copy_to, self._refuse_other, force=self.force)
+
+    def _refuse_later(self, resumed: VerifiedCheckpoint | KeptState, steps: int) -> None:
+        """Raise a `UserError` if nothing is left to train after a checkpoint."""
+        is_own = resumed.path.parent == self.directory.checkpoints
+        if steps < 0 or resumed.step < steps or (is_own and resumed.step == steps):
+            return
+        raise UserError(
+            f"{resumed.path} is after step {resumed.step}, but this run ends after "
+            f"{counted(steps, 'step')}; raise max_steps, or train less in a new run"
+        )
+
+    def announce(self, trainer: Trainer, **lines: str) -> None:
+        """Print, on rank 0, what the run will do: the lines of its parts, and yours.
+
+        Args:
+            trainer: is about to train.
+            lines: more of them, by their labels, such as `batch="8 samples per step"`.
+        """
+        self.trainer = trainer
+        if self.ranks.rank > 0 or (is_restart() and self.directory.has_begun()):
+            return
+        receipt = {"run": str(self.path), **self._facts(trainer), **lines}
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, InReceipt):
+                receipt |= callback.receipt_lines()
+        width = max(map(len, receipt))
+        text = "\n".join(f"  {label:<{width}}  {line}" for label, line in receipt.items())
+        logger.info("%s", text)
+
+    def _facts(self, trainer: Trainer) -> dict[str, str]:
+        device = trainer.strategy.root_device.type
+        threads = counted(torch.get_num_threads(), "thread")
+        return {
+            "devices": f"{trainer.world_size} x {device}, {threads} each",
+            "strategy": type(trainer.strategy).__name__,
+            "precision": str(trainer.precision),
+        }
+
+    def _begin_metrics(self, trainer: Trainer) -> None:
+        """Keep, on rank 0, the rows of `metrics.csv` up to where training begins."""
+        if self.ranks.rank > 0:
+            return
+        earlier = self.metrics_csv.truncate_after(self.resumed.step if self.resumed else 0)
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, Metrics):
+                callback.continue_from(earlier)
+
+    def finish(self, trainer: Trainer, metric: str) -> float:
+        """Return the newest value of a logged metric, which a sweep compares; nan without one."""
+        self.trainer = trainer
+        value = trainer.callback_metrics.get(metric)
+        return math.nan if value is None else float(value)
+
+    def conclude(self, status: str, value: Any = None, *, saved: bool = True) -> None:
+        """Write `summary.json` on rank 0, end the runs of trackers, and print what is next.
+
+        Args:
+            status: `done`, `stopped`, or `failed`.
+            value: what the function returned, for a sweep.
+            saved: whether the run's last state is saved.
+        """
+        trainer = self.trainer
+        if self._disk is not None:
+            self._disk.wait()  # for all writes
+        if self.ranks.rank > 0:
+            return
+        if status == "done" and trainer is not None and _has_stopped_early(trainer):
+            status = "stopped early"
+        summary: dict[str, Any] = {
+            "status": status,
+            "step": trainer.global_step if trainer else 0,
+            "wandb_run_id": read_id(self.directory.wandb_id, WANDB_ID),
+            "world_size": self.ranks.world_size,
+            "value": value,
+            "saved": saved,
+            "wall_seconds": time.perf_counter() - self._started,
+        }
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, InSummary):
+                summary |= callback.in_summary(summary["step"])
+        # After a failure, such as the loss of a peer, an unusable disk is no second one.
+        is_failed = status == "failed"
+        is_tolerant = contextlib.suppress(OSError, UserError)
+        with is_tolerant if is_failed else self.directory.writing():
+            self.directory.write_summary(summary)
+        for tracked in tracked_runs(trainer.loggers if trainer else []):
+            tracked.close(status)
+        if status in ("done", "stopped early"):
+            leave()
+            logger.info("%s", self._last_lines(status))
+
+    def _last_lines(self, status: str) -> str:
+        """Return how the run ended, and where its files are."""
+        trainer = self.trainer
+        seconds = time.perf_counter() - self._started
+        lines = [f"{status} in {seconds:.0f} s: {_results_of(trainer)}"]
+        for callback in _callbacks_of(trainer):  # such as Lightning's EarlyStopping
+            reason = getattr(callback, "stopping_reason_message", None)
+            lines += [f"  reason       {reason}"] if reason else []
+        lines.append(f"  metrics      {self.directory.metrics}")
+        if self._checkpoints is not None:
+            lines.append(f"  checkpoints  {self.directory.checkpoints}")
+        for tracked in tracked_runs(trainer.loggers if trainer else []):
+            lines += [f"  {command}" for command in tracked.next_commands() or []]
+        return "\n".join(["", *lines])
+
+
+def _callbacks_of(trainer: Trainer | None) -> list[Any]:
+    return [] if trainer is None else [*trainer.callbacks]  # type: ignore[attr-defined]
+
+
+def _has_stopped_early(trainer: Trainer) -> bool:
+    """Return whether training ended before the steps and epochs that were planned."""
+    if trainer.max_steps >= 0 and trainer.global_step >= trainer.max_steps:
+        return False
+    epochs = trainer.max_epochs
+    return trainer.max_steps >= 0 and (epochs in (None, -1) or trainer.current_epoch < epochs)
+
+
+def _results_of(trainer: Trainer | None) -> str:
+    """Return the step, and what a validation has measured last."""
+    if trainer is None:
+        return "no training"
+    metrics = {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.partition("/")[0] in ("val", "test")
+    }
+    texts = [f"{name} {value:.4f}" for name, value in metrics.items()]
+    return ", ".join([f"step {trainer.global_step:,}", *texts])
