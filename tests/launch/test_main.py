@@ -157,7 +157,7 @@ def test_a_run_is_frozen_measured_and_saved_in_its_directory(program):
     summary = program.summary("r")
     assert (summary["status"], summary["step"]) == ("done", 16)
     assert summary["value"] == summary["monitored_value"]
-    assert (program.folder / "r/metrics.csv").read_text().startswith("trainer/global_step")
+    assert (program.folder / "r/metrics.csv").read_text().startswith("trainer/step,val/loss")
     program.run("run_dir=r", status=2)  # no second run there
     out, _ = program.run("run_dir=r", "resume=auto")
     assert "is done" in out
@@ -188,7 +188,8 @@ def wait_until(process, holds, seconds=120):
 @pytest.mark.parametrize("victim", ["rank", "command"])
 def test_what_a_kill_interrupts_continues_with_the_same_bits(program, victim, processes_of):
     program.run("run_dir=whole", "trainer.devices=2")
-    process = program.start("run_dir=r", "trainer.devices=2", "slow=1")
+    place = f"run_dir={program.folder / 'r'}"  # by which its processes are found
+    process = program.start(place, "trainer.devices=2", "slow=1")
     saved = program.folder / "r/checkpoints/step=000008.ckpt.sha256"
     wait_until(process, saved.exists)
     if victim == "rank":
@@ -199,7 +200,7 @@ def test_what_a_kill_interrupts_continues_with_the_same_bits(program, victim, pr
     else:
         process.kill()
         process.communicate()
-        program.run("run_dir=r", "resume=auto", "slow=0")
+        program.run(place, "resume=auto", "slow=0")
     assert program.weights("r") == program.weights("whole")
 
 
@@ -230,7 +231,7 @@ def test_a_sweep_runs_each_job_and_compares_what_they_return(program):
     assert values[0] > values[2] > 0
     table = out[out.index("job  exit") :].splitlines()[1:]
     assert [line.split()[:2] for line in table] == [["0", "0"], ["1", "1"], ["2", "0"]]
-    assert "(lowest)" in table[2]
+    assert table[2].split()[2:] == [f"{values[2]:.4f}", "opt.lr=0.1"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,6 @@ def test_a_mistake_ends_the_command_in_one_line(program, words, line):
     _, err = program.run(*words, status=2)
     assert err.count("\n") == 1
     assert line in err
-    assert not (program.folder / "outputs").exists() or "run_dir" not in err
 
 
 def test_an_error_in_the_program_shows_its_traceback_once(program):

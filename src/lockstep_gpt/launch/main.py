@@ -118,8 +118,10 @@ class Program:
         is_sweep = any(word in MULTIRUN for word in words)
         if is_sweep and launcher.is_inside_launcher():
             raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
-        jobs = Jobs(self)
+        jobs = Jobs(self, words)
         composed.call(self, [composed.added(word) for word in words], jobs.run)
+        if len(jobs.results) > 1:
+            print(jobs.table())
         return jobs.status
 
 
@@ -128,10 +130,12 @@ class Jobs:
 
     Args:
         program: what they run.
+        words: of the command line, which all of them have.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, words: Sequence[str]) -> None:
         self.program = program
+        self.words = words
         self.results: list[tuple[str, int, Any]] = []  # overrides, exit status, value
 
     @property
@@ -147,7 +151,7 @@ class Jobs:
             ReportedError: it has failed in another process, where a launcher plugin ran it.
         """
         is_sweep = composed.is_sweep()
-        words = " ".join(composed.overrides())
+        words = " ".join(word for word in composed.overrides() if word not in self.words)
         if is_sweep:
             stop_signals.received.interrupt()
             print(f"job {HydraConfig.get().job.num}: {words}", flush=True)
@@ -164,6 +168,14 @@ class Jobs:
         if status > 128 and is_sweep:
             raise composed.SweepStopped
         return value
+
+    def table(self) -> str:
+        """Return a row for each job: how it ended, its value, and its overrides."""
+        lines = ["\njob  exit     value"]
+        for number, (words, status, value) in enumerate(self.results):
+            text = f"{value:9.4f}" if isinstance(value, float) else f"{value!s:>9}"
+            lines.append(f"{number:3}  {status:4} {text}  {words}")
+        return "\n".join(lines)
 
 
 def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
