@@ -17,7 +17,6 @@ from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory, differences
 from lockstep_gpt.settings import check
-from lockstep_gpt.training.schedule import plan_batch
 
 HEARTBEATS = 3  # missed in a row until a machine counts as lost
 
@@ -45,10 +44,10 @@ def check_settings(config: Config, values: dict[str, Any]) -> None:
     assert launch.rdzv_endpoint is not None
     own_address(launch.rdzv_endpoint)
     # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
-    batch = replace(config.batch, global_size=values["batch"]["global_size"])
+    batch = replace(config.batch, global_size=values["batch"]["global_size"]).build()
     for count in range(launch.min_nodes or nodes, nodes):
         devices = values["trainer"]["devices"]
-        plan_batch(batch, config.tokens_per_sample or 0, devices, count, config.tensor_parallel)
+        batch.spread_over(devices, count, config.tensor_parallel)
 
 
 def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: float) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 
 from lockstep_gpt import stop_signals
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
@@ -41,8 +42,6 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import release_memory
 from lockstep_gpt.run.memory.files import remove_abandoned
 from lockstep_gpt.stop_signals import Interrupted
-from lockstep_gpt.training import schedule
-from lockstep_gpt.training.schedule import BatchPlan
 
 
 class RunStart(Protocol):
@@ -223,7 +222,7 @@ def _follow_first_machine(run_start: RunStart) -> None:
     prepare_data(run.load())
 
 
-def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, BatchPlan]:
+def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, Batch]:
     """Find the devices, and spread the batch over them; reject what their number rules out.
 
     Args:
@@ -232,13 +231,8 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
     """
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config, is_resumed=is_resumed)
-    batch = schedule.plan_batch(
-        config.batch,
-        config.tokens_per_sample or 0,
-        placement.devices,
-        placement.nodes,
-        config.tensor_parallel,
-    )
+    places = (placement.devices, placement.nodes)
+    batch = config.batch.build().spread_over(*places, config.tensor_parallel)
     host_memory.refuse_too_large(config, placement, batch)
     return placement, batch
 
