@@ -245,9 +245,7 @@ def test_half_precision_on_the_way_halves_the_exchange():
 
 def test_a_small_micro_batch_takes_as_long_as_the_host_starts_its_kernels():
     small, split = (
-        step_time(
-            replace(WORK, flops_per_token=1000), replace(spread(1), accumulation=count), IDEAL
-        )
+        step_time(replace(WORK, flops_per_token=1000), spread(1, accumulation=count), IDEAL)
         for count in (1, 4)
     )
     assert small.compute == pytest.approx(12 * 0.3e-3)
