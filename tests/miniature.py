@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.data.datamodule import TokenDataModule
@@ -35,17 +36,12 @@ from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoin
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
+from lockstep_gpt.schedule import Schedule
 from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.building import build_module, progress_of
+from lockstep_gpt.training.building import build_module, progress_of, schedule_of
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim_settings import OptimConfig
-from lockstep_gpt.training.schedule import (
-    BatchPlan,
-    Schedule,
-    plan_batch,
-    plan_schedule,
-)
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
@@ -62,7 +58,7 @@ LIGHTNINGS_NOISE = [
 @dataclass
 class Run:
     config: Config
-    batch: BatchPlan
+    batch: Batch
     schedule: Schedule
     data: TokenDataModule
     module: GPTModule
@@ -70,8 +66,15 @@ class Run:
     val_loss: float | None = None  # of the last `fit`
 
     @property
+    def tokens_per_step(self):
+        return self.batch.global_size * self.config.model.block_size
+
+    @property
     def clipping(self):
         return ClipAndSkip(self.config.optim.clip_norm, self.config.guard.max_skipped)
+
+    def content_with_progress(self, trainer):
+        return {**self.content, **progress_of(trainer, self.batch, self.config.model.block_size)}
 
     def checkpoints(self, folder):
         settings = self.config.checkpoint
@@ -80,7 +83,7 @@ class Run:
             every=settings.every,
             keep_last=settings.keep_last,
             keep_best=settings.keep_best,
-            content=lambda trainer: {**self.content, **progress_of(trainer, self.batch)},
+            content=self.content_with_progress,
         )
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, **settings):
@@ -99,7 +102,7 @@ class Run:
             callbacks=[*first, *callbacks, *last],
             logger=logger,
             plugins=[io or AtomicCheckpointIO(), *precision],
-            max_steps=self.schedule.total_steps,
+            max_steps=self.schedule.steps,
             max_epochs=-1,
             accumulate_grad_batches=self.batch.accumulation,
             val_check_interval=self.config.val_every * self.batch.accumulation,
@@ -154,8 +157,8 @@ def new_run(folder):
             guard=GuardConfig(**(guard or {})),
         )
         torch.manual_seed(config.seed)
-        spread = plan_batch(config.batch, config.model.block_size, devices=1, nodes=1)
-        schedule = plan_schedule(config, spread)
+        spread = config.batch.build().spread_over(1)
+        schedule = schedule_of(config, spread)
         tokenizer = load_index(folder).tokenizer
         data = TokenDataModule(
             folder,

@@ -389,7 +389,6 @@ def test_a_mistake_that_only_its_class_shows_is_one_line(train, words, line):
         (["compile=true"], "compile=true compiles the GPT only; let configure_model of mine.Modu"),
         (["optim.lr=1"], "optim.lr=1 is for module=gpt; mine.Module takes its own arguments, as"),
         (["model=gpt2"], "model=gpt2 is for module=gpt"),
-        (["max_steps=null", "max_tokens=9"], "max_tokens=9 counts tokens, and mine.Module isn't"),
         (["trainer.gradient_clip_valu=1"], "trainer.gradient_clip_valu"),
     ],
 )

@@ -357,25 +357,15 @@ def checkpoints(command):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("budget", "named"),
-    [
-        (["max_steps=10"], "max_steps=10"),
-        (["max_steps=null", "max_tokens=2560"], "max_tokens=2560"),
-    ],
-)
-def test_an_unfinished_run_cannot_end_before_the_step_it_has_reached(
-    finished, command, budget, named
-):
+def test_an_unfinished_run_cannot_end_before_the_step_it_has_reached(finished, command):
     run = command.folder / "run"
     shutil.copytree(finished[0].folder / "runs/first", run)
     (run / "summary.json").unlink()
     before = content(run)
-    err = command("train", "run_dir=run", "resume=auto", *budget, status=2).stderr
-    name = named.partition("=")[0]
+    err = command("train", "run_dir=run", "resume=auto", "max_steps=10", status=2).stderr
     assert err.endswith(
-        f": {named} ends the run after 10 steps, but run_dir=run has already reached step 20; "
-        f"raise {name}, or train less in a new run\n"
+        ": max_steps=10 ends the run after 10 steps, but run_dir=run has already reached step 20; "
+        "raise max_steps, or train less in a new run\n"
     )
     assert content(run) == before
 

@@ -115,7 +115,6 @@ class Task:
             f"val_every={steps}",
             "log_every=50",
             "optim.warmup_steps=1",
-            "optim.warmup_tokens=null",
             f"run_dir={folder}/run",
             "logger=none",
             f"+callbacks.clock._target_=benchmarks.loops.{clock}",

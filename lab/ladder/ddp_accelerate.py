@@ -49,7 +49,7 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
     model = GPT(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
+    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     dataset, size = experiment.training_set(), experiment.batch.micro_size
     # The sampler is for one rank: `prepare` deals its batches out to all ranks, one after another.
@@ -68,7 +68,7 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
 
     batches = micro_batches(loader, sampler, done * accumulation)
     record = Record(experiment, options.metrics) if accelerator.is_main_process else None
-    for step in range(done + 1, (options.until or experiment.schedule.total_steps) + 1):
+    for step in range(done + 1, (options.until or experiment.schedule.steps) + 1):
         mean = torch.zeros((), dtype=experiment.dtype, device=accelerator.device)
         for tokens, targets in itertools.islice(batches, accumulation):
             with accelerator.accumulate(model):

@@ -85,7 +85,7 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
     model = GPT(config.model, experiment.vocab_size).to(device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
+    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     done = 0
@@ -106,7 +106,7 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
     batches = micro_batches(loader, sampler, done * accumulation)  # calls `set_epoch`
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=experiment.mixed)
     record = Record(experiment, options.metrics) if rank == 0 else None
-    for step in range(done + 1, (options.until or experiment.schedule.total_steps) + 1):
+    for step in range(done + 1, (options.until or experiment.schedule.steps) + 1):
         mean = torch.zeros((), dtype=experiment.dtype, device=device)
         for micro_step in range(accumulation):
             tokens, targets = next(batches)

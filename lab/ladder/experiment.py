@@ -23,21 +23,19 @@ from sampler import EpochSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.order import spread
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import Index, load_index
-from lockstep_gpt.data.windows import Batch, StreamWindows, read_windows
+from lockstep_gpt.data.windows import Batch as Pair
+from lockstep_gpt.data.windows import StreamWindows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import end_process
-from lockstep_gpt.training.schedule import (
-    BatchPlan,
-    Schedule,
-    plan_batch,
-    plan_schedule,
-)
+from lockstep_gpt.schedule import Schedule
+from lockstep_gpt.training.building import schedule_of
 
 # Make the command's runs comparable with the rungs: log each step, validate once at the end.
 # 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.
@@ -65,7 +63,7 @@ class Experiment:
     """One run as the `words` of the command line describe it, on `world_size` ranks."""
 
     config: Config
-    batch: BatchPlan
+    batch: Batch
     schedule: Schedule
     folder: Path  # folder of the prepared data
     device_type: str  # cpu or cuda
@@ -112,7 +110,7 @@ class Experiment:
         return Windows(self, "val", spread(np.arange(count), size, count))
 
 
-class Windows(Dataset[Batch]):
+class Windows(Dataset[Pair]):
     """The windows `rows` of a split; a whole batch is gathered at once."""
 
     def __init__(self, experiment: Experiment, split: str, rows: np.ndarray) -> None:
@@ -122,22 +120,22 @@ class Windows(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, numbers: list[int]) -> Batch:
+    def __getitems__(self, numbers: list[int]) -> Pair:
         return read_windows(self.windows, self.rows[numbers])
 
-    def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Pair]:
         """Yield batches of every `world_size`-th window from `rank`; the last may be smaller."""
         rows = list(range(len(self)))[rank::world_size]
         for first in range(0, len(rows), size):
             yield self.__getitems__(rows[first : first + size])
 
 
-def as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch: Pair) -> Pair:
     """Replace `DataLoader`'s collation: batches are already gathered whole."""
     return batch
 
 
-def micro_batches(loader: DataLoader[Batch], sampler: EpochSampler, done: int) -> Iterator[Batch]:
+def micro_batches(loader: DataLoader[Pair], sampler: EpochSampler, done: int) -> Iterator[Pair]:
     """Yield micro-batches forever, after the first `done` of the run; each epoch reshuffles."""
     epoch, skip = divmod(done, len(loader))
     while True:
@@ -153,7 +151,7 @@ class Record:
     """Losses and seconds of each step: printed every 10 steps, and all written to a CSV file."""
 
     def __init__(self, experiment: Experiment, path: Path | None) -> None:
-        self.total = experiment.schedule.total_steps
+        self.total = experiment.schedule.steps
         self.path = path
         self.rows: list[dict[str, float]] = []
         self.clock = time.perf_counter()
@@ -192,10 +190,8 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
     if device_type == "cpu" and accelerator in ("gpu", "cuda"):
         raise UserError("trainer=gpu but torch finds no CUDA device; set trainer=cpu")
     choose_matrix_products(device_type)
-    batch = plan_batch(config.batch, config.model.block_size, world_size, 1)
-    return Experiment(
-        config, batch, plan_schedule(config, batch), prepare(config.data), device_type
-    )
+    batch = config.batch.build().spread_over(world_size)
+    return Experiment(config, batch, schedule_of(config, batch), prepare(config.data), device_type)
 
 
 def _composed(words: list[str]) -> Config:

@@ -303,7 +303,7 @@ def rate_that_rises_again(words: list[str], _folder: Path) -> Finding:
         optimizer.step()
         scheduler.step()
     schedule = load(words, 1).schedule
-    ends = [schedule.factor(step) for step in (schedule.total_steps - 1, schedule.total_steps + 25)]
+    ends = [schedule.factor(step) for step in (schedule.steps - 1, schedule.steps + 25)]
     return (
         f"its share of the peak is {rates[50]:.2f} at step 50 = T_max, and {rates[75]:.2f} at 75",
         f"a schedule that stays at its last value: {ends[0]:.2f}, and {ends[1]:.2f} beyond",

@@ -38,7 +38,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     device = torch.device(experiment.device_type)
     torch.manual_seed(config.seed)
     model = GPT(config.model, experiment.vocab_size).to(device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
+    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     done = 0
     if options.checkpoint and options.checkpoint.exists():
@@ -54,7 +54,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     batches = micro_batches(loader, sampler, done * accumulation)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=experiment.mixed)
     record = Record(experiment, options.metrics)
-    for step in range(done + 1, (options.until or experiment.schedule.total_steps) + 1):
+    for step in range(done + 1, (options.until or experiment.schedule.steps) + 1):
         mean = torch.zeros((), dtype=experiment.dtype, device=device)
         for tokens, targets in itertools.islice(batches, accumulation):
             with autocast:

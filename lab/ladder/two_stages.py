@@ -85,7 +85,7 @@ def batches(experiment: Experiment, steps: int) -> list[Batch]:
 def one_process(experiment: Experiment, steps: int) -> list[float]:
     """Train the whole model; return the loss of each step."""
     model = whole_model(experiment)
-    optimizer = build_optimizer(model, experiment.config.optim, experiment.schedule.peak_lr)
+    optimizer = build_optimizer(model, experiment.config.optim, experiment.schedule.peak)
     losses = []
     for tokens, targets in batches(experiment, steps):
         loss = model(tokens, targets)
@@ -141,7 +141,7 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
             loss = stage.loss if isinstance(stage, Second) else Second.loss
             schedule = ScheduleGPipe(part, options.micro_batches, loss_fn=loss)
             step = functools.partial(pipelined, stage, schedule=schedule)
-        optimizer = build_optimizer(stage, experiment.config.optim, experiment.schedule.peak_lr)
+        optimizer = build_optimizer(stage, experiment.config.optim, experiment.schedule.peak)
         losses[method] = []
         for batch in batches(experiment, options.steps):
             losses[method].append(float(step(batch)))

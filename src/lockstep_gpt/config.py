@@ -51,8 +51,7 @@ class Config(Checked):
     seed: int = setting(  # torch uses 63 bits
         "seed: weights, data order, dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
     )
-    max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
-    max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
+    max_steps: int = setting("optimizer steps of the run", at_least=1)
     run_name: str | None = setting("name of the run; null: model-data-ranks-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
@@ -97,9 +96,6 @@ class Config(Checked):
         for group in ("callbacks", "logger"):
             for name, node in getattr(self, group).items():
                 _refuse_without_class(f"{group}.{name}", node)
-        if (self.max_steps is None) == (self.max_tokens is None):
-            tokens = as_typed(self.max_tokens)
-            self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         # What becomes of true and false, and of an empty value, as of an unset shell variable.
         is_path = self.resume not in ("True", "False", "")
         rule = "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto"
@@ -116,8 +112,6 @@ class Config(Checked):
         target = self.module["_target_"]
         rule = f"compiles the GPT only; let configure_model of {target} compile, and set false"
         check("compile", self.compile, not self.compile, rule)
-        if self.max_tokens is not None and self.tokens_per_sample is None:
-            self.refuse("max_tokens", f"counts tokens, and {target} isn't the GPT; set max_steps")
 
     @property
     def trains_gpt(self) -> bool:

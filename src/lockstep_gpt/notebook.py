@@ -21,6 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import DictConfig
 
 from lockstep_gpt import stop_signals
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import Ranks
@@ -42,7 +43,7 @@ from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
 from lockstep_gpt.training import ending, kernels, train
-from lockstep_gpt.training.batches import build_data, with_tokens
+from lockstep_gpt.training.batches import build_data, tokens_of_sample
 from lockstep_gpt.training.building import (
     beginning,
     build_metrics,
@@ -52,7 +53,6 @@ from lockstep_gpt.training.building import (
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_steps
 from lockstep_gpt.training.train import Training
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,8 @@ def _one_rank(config: Config) -> Placement:
     return placement
 
 
-def _batch(config: Config, placement: Placement) -> BatchPlan:
-    tokens = config.tokens_per_sample or 0
-    return plan_batch(config.batch, tokens, placement.devices, placement.nodes)
+def _batch(config: Config, placement: Placement) -> Batch:
+    return config.batch.build().spread_over(placement.devices, placement.nodes)
 
 
 def _without_directory(values: dict[str, Any]) -> Parts:
@@ -164,13 +163,13 @@ def _without_directory(values: dict[str, Any]) -> Parts:
     ranks = Ranks()
     batch = train.batch_of(config, ranks)
     data = build_data(config, batch)
-    batch = with_tokens(batch, data)
+    tokens = tokens_of_sample(config, data)
     module, _, tokenizer = train.module_of(config, batch, data)
     model = None
     if isinstance(module, GPTModule) and tokenizer is not None:
         model = module.model
         load_initial_weights(model, tokenizer)
-    metrics = build_metrics(config, batch, model)
+    metrics = build_metrics(config, batch, tokens, model)
     trainer = build_trainer(
         config,
         ranks,
@@ -180,7 +179,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         last=[*updating(config), ValidateAtEnd(), ShowLog(LEVELS[config.verbosity])],
         loggers=[DummyLogger()],  # for callbacks that need one; it drops what it gets
         plugins=[],
-        max_steps=plan_steps(config, batch),
+        max_steps=config.max_steps,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
         enable_checkpointing=False,
     )

@@ -106,6 +106,24 @@ def check_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     check(setting, value, value in choices, f"is not one of {', '.join(map(as_typed, choices))}")
 
 
+def check_whole(setting: str, value: Any, **limits: float) -> None:
+    """Raise a `UserError` if a setting is no whole number within `limits`; see `check_number`."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    check(setting, value, is_whole, "must be a whole number")
+    check_number(setting, value, **{"at_most": LARGEST, **limits})
+
+
+def check_number(setting: str, value: Any, **limits: float) -> None:
+    """Raise a `UserError` if a setting is no number within `limits`, declared as in `setting`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    check(setting, value, is_number, "must be a number")
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    check(setting, value, is_finite, "must be a finite number")
+    for name, limit in limits.items():
+        rule = name.replace("_", " ")
+        check(setting, value, _HOLDS[rule](value, limit), f"must be {rule} {limit}")
+
+
 def as_typed(value: Any) -> str:
     """Return `value` as you type it on a command line."""
     if value is None:

@@ -2,17 +2,15 @@
 
 import torch
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.settings import counted
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.schedule import plan_batch
 
 
 def said(devices=2, **batch):
-    batch = BatchConfig(global_size=48, **batch)
-    plan = plan_batch(batch, 64, devices, 1)
-    is_exact = batch.exact_micro_size is not None
-    return sums_line(plan.global_size, plan.micro_size, plan.accumulation, is_exact=is_exact)
+    batch = Batch(48, **batch).spread_over(devices)
+    sizes = (batch.global_size, batch.micro_size, batch.accumulation)
+    return sums_line(*sizes, is_exact=batch.is_exact)
 
 
 def test_the_receipt_names_devices_with_equal_bits():

@@ -13,11 +13,10 @@ from lightning import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.distributed.exact_sizes import exact_world_sizes, gradient_copies
+from lockstep_gpt.batch import Batch, exact_world_sizes
+from lockstep_gpt.distributed.exact_sizes import gradient_copies
 from lockstep_gpt.distributed.exact_sums import ExactSums, PairwiseSum, exact_kernels
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.schedule import plan_batch
 
 
 def tree(values):
@@ -105,7 +104,7 @@ def test_numbers_of_devices_with_equal_sums_are_listed():
 )
 def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said):
     with pytest.raises(UserError, match=said):
-        plan_batch(BatchConfig(global_size=12, exact_micro_size=1), 8, world, 1)
+        Batch(12, exact_micro_size=1).spread_over(world)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said
 )
 def test_contradicting_sizes_are_rejected(batch, said):
     with pytest.raises(UserError, match=said):
-        BatchConfig(**batch)
+        Batch(**batch)
 
 
 class Step(Callback):
@@ -212,7 +211,7 @@ def gradients_on(rank, world, total, ddp=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 301), nn.Tanh(), nn.Linear(301, 13), nn.Linear(13, 1))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005) if ddp else model
-    batch = plan_batch(BatchConfig(global_size=total, exact_micro_size=1), 7, world, 1)
+    batch = Batch(total, exact_micro_size=1).spread_over(world)
     sums = ExactSums(model, world, torch.device("cpu"), in_ddp=ddp)
     if ddp:
         wrapped.register_comm_hook(None, sums.exchange)

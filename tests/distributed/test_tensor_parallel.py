@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks, split_of
 from lockstep_gpt.errors import UserError
@@ -16,8 +17,6 @@ from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.checkpoint_room import size_of
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.schedule import plan_batch
 
 SPLIT = ("trainer=cpu", "strategy=fsdp2", "strategy.tensor_parallel=2", "verbosity=quiet")
 TWO = (*SPLIT, "trainer.devices=2")
@@ -105,12 +104,12 @@ def test_every_matrix_of_both_models_is_split_except_positions():
 
 
 def test_groups_of_ranks_share_the_samples_of_one():
-    plan = plan_batch(BatchConfig(2, 16), 8, devices=4, nodes=2, tensor_parallel=2)
-    assert (plan.world_size, plan.data_parallel, plan.accumulation) == (8, 4, 2)
-    assert plan.global_size == 16
-    assert plan_batch(BatchConfig(2), 8, 4, 2, tensor_parallel=4).global_size == 4
+    batch = Batch(16, 2).spread_over(devices=4, nodes=2, tensor_parallel=2)
+    assert (batch.world_size, batch.data_parallel, batch.accumulation) == (8, 4, 2)
+    assert batch.global_size == 16
+    assert Batch(micro_size=2).spread_over(4, 2, tensor_parallel=4).global_size == 4
     with pytest.raises(UserError, match="2 devices x 1 node / 2 tensor-parallel = 3; nearest"):
-        plan_batch(BatchConfig(3, 8), 8, 2, 1, tensor_parallel=2)
+        Batch(8, 3).spread_over(2, tensor_parallel=2)
 
 
 def content(folder, step=20):

@@ -11,7 +11,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.catalog import CATALOG
 from lockstep_gpt.config import from_container
 from lockstep_gpt.registry import installed
-from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+from lockstep_gpt.training.building import schedule_of
 
 ROOT = Path(__file__).parents[2]
 # In a project: the page that a newcomer follows. The template's tests run all others; not your own
@@ -122,8 +122,8 @@ def test_command_for_other_machines_composes_and_its_batch_divides(
     config = from_container(yaml.safe_load(capsys.readouterr().out))
     devices = launched or config.trainer["devices"]
     places = (8 if devices == "auto" else devices, config.trainer["num_nodes"])
-    batch = plan_batch(config.batch, config.model.block_size, *places, config.tensor_parallel)
-    assert plan_schedule(config, batch).total_steps == config.max_steps
+    batch = config.batch.build().spread_over(*places, config.tensor_parallel)
+    assert schedule_of(config, batch).steps == config.max_steps
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import from_container
-from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+from lockstep_gpt.training.building import schedule_of
 
 FOLDER = Path(__file__).parents[2] / "lab/first_hour"
 LIST = """
@@ -266,8 +266,8 @@ def test_the_commands_for_gpus_compose_and_their_batches_divide(recorded, capsys
             devices = int(launched[0].partition("=")[2])
         elif devices == "auto":
             devices = 8
-        batch = plan_batch(config.batch, config.model.block_size, devices, 1)
-        assert plan_schedule(config, batch).total_steps == config.max_steps
+        batch = config.batch.build().spread_over(devices)
+        assert schedule_of(config, batch).steps == config.max_steps
         trains += 1
     assert trains == 23
 

@@ -7,7 +7,6 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import host_memory
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.training.schedule import plan_batch
 
 ABSURD = {
     "model.n_embd=2000000000": "model.n_embd=2000000000 and model.n_layer=2 make at least 80,000,0",
@@ -26,7 +25,7 @@ def test_an_absurd_size_is_one_line_and_leaves_no_run(command, setting):
 
 
 def refuse_on(config, ranks, accelerator="cpu"):
-    batch = plan_batch(config.batch, config.model.block_size, ranks, 1)
+    batch = config.batch.build().spread_over(ranks)
     host_memory.refuse_too_large(config, Placement(accelerator, ranks, 1), batch)
 
 

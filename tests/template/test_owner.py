@@ -78,7 +78,7 @@ CHANGES = {
     ),
 }
 SETTINGS = {
-    "training/optim_settings.py": ('"constant", "wsd")', '"constant", "wsd", "step")'),
+    "schedule.py": ('"constant", "wsd")', '"constant", "wsd", "step")'),
     "config.py": ('PRECISIONS = ("32-true"', 'PRECISIONS = ("fp8", "32-true"'),
     "run/run_settings.py": (
         "    keep_last: int = setting(",

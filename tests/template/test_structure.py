@@ -29,6 +29,8 @@ LAYERS = [
     "whole_files",
     "config_files",
     "settings",
+    "batch",
+    "schedule",
     "config",
     "optional",
     "python_patches",
@@ -181,9 +183,9 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
 
 
 def layer(module: str) -> int:
-    """Return the place of a module's layer; settings are one layer, wherever they are."""
+    """Return the place of a module's layer; groups of settings are one, wherever they are."""
     is_settings = module.endswith("_settings") and ".extras." not in module
-    return LAYERS.index("settings" if is_settings else module.split(".")[1])
+    return LAYERS.index("schedule" if is_settings else module.split(".")[1])
 
 
 def upward(sources: dict[str, str]) -> list[str]:

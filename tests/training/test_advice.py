@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.training import advice
 from lockstep_gpt.training.advice import (
     advise,
@@ -20,9 +22,6 @@ from lockstep_gpt.training.advice import (
     warn_of_slow_attention,
     warn_of_sudden_rate,
 )
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.optim_settings import OptimConfig
-from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
@@ -196,10 +195,7 @@ def test_a_run_on_enough_data_warns_of_nothing(finished):
 def test_a_rate_far_above_the_tuned_one_from_the_first_step_warns(
     caplog, devices, warmup, rule, times
 ):
-    batch = BatchConfig(micro_size=2, reference_size=2)
-    optim = OptimConfig(algorithm="adamw", warmup_steps=warmup, lr_scaling=rule)
-    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
-    config = Config(max_steps=9, batch=batch, optim=optim, model=model)
-    warn_of_sudden_rate(plan_schedule(config, plan_batch(batch, 8, devices, 1)))
+    scale = scaled_lr(1.0, Batch(2 * devices, reference_size=2), rule)
+    warn_of_sudden_rate(Schedule(steps=9, peak=1e-3 * scale, warmup=warmup), scale)
     warned = [line for line in caplog.messages if f"has {times} times the tuned" in line]
     assert (len(caplog.messages), len(warned)) == (bool(times), bool(times))

@@ -4,15 +4,15 @@ import lightning
 import pytest
 import torch
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.batches import build_data, tokenizer_of
-from lockstep_gpt.training.schedule import BatchPlan
 
 NAME = f"{__name__}.Counting"
-PLAN = BatchPlan(8, 4, 2, 1, 16)
+BATCH = Batch(micro_size=8).spread_over(devices=4, nodes=2)
 MODULE = '''
 import lightning, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,7 +58,7 @@ def own(config, target=NAME, **arguments):
 
 def test_a_data_module_gets_its_arguments_and_the_sizes_that_it_accepts(composed):
     config = own(composed("experiment=smoke", "seed=7"), rows=5)
-    module = build_data(config, PLAN)
+    module = build_data(config, BATCH)
     assert type(module).__name__ == "Counting"
     assert module.given == (5, config.model.block_size, 7)
 
@@ -73,13 +73,13 @@ def test_an_argument_may_have_the_name_of_a_setting_of_our_sources(composed):
     values = {"_target_": f"{__name__}.Rooted", "root": "here", "val_tokens": 9}
     config = composed("experiment=smoke")
     config.data = DataModuleConfig(**DataModuleConfig.values_of(values))
-    module = build_data(config, PLAN)  # without `val_tokens`, which an experiment has set for text
-    assert module.given == ("here", PLAN)
+    module = build_data(config, BATCH)  # without `val_tokens`, which an experiment has set for text
+    assert module.given == ("here", BATCH)
     assert config.data.as_values() == {**values, "fingerprint": None}
 
 
 def test_an_argument_of_the_user_s_comes_before_ours(composed):
-    module = build_data(own(composed("experiment=smoke"), rows=5, block_size=3), PLAN)
+    module = build_data(own(composed("experiment=smoke"), rows=5, block_size=3), BATCH)
     assert module.given[1] == 3
 
 
@@ -94,7 +94,7 @@ def test_an_argument_of_the_user_s_comes_before_ours(composed):
 )
 def test_what_is_no_data_module_is_one_clear_line(composed, target, arguments, line):
     with pytest.raises(UserError, match=line) as caught:
-        build_data(own(composed("experiment=smoke"), target, **arguments), PLAN)
+        build_data(own(composed("experiment=smoke"), target, **arguments), BATCH)
     assert "\n" not in str(caught.value)
 
 
@@ -114,9 +114,9 @@ def test_prepared_tokens_come_from_our_own_module(composed, data_root):
 
     config = composed("experiment=smoke", f"data.root={data_root}")
     config.data.fingerprint = load_index(prepare(config.data)).fingerprint
-    module = build_data(config, PLAN)
+    module = build_data(config, BATCH)
     assert isinstance(module, TokenDataModule)
-    assert (module.micro_size, module.seed) == (PLAN.micro_size, config.seed)
+    assert (module.micro_size, module.seed) == (BATCH.micro_size, config.seed)
 
 
 @pytest.fixture

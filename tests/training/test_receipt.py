@@ -9,6 +9,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import receipt
 from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.building import schedule_of
 from lockstep_gpt.training.ending import summary_of_callbacks
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.receipt import (
@@ -17,7 +18,6 @@ from lockstep_gpt.training.receipt import (
     details_of_callbacks,
     receipt_lines,
 )
-from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 FACTS = {"model": "many parameters", "devices": "2 x cpu, gloo"}
 DETAILS = {"attention": "flash", "size": "1M"}
@@ -34,8 +34,8 @@ def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim)
         batch=BatchConfig(micro_size=micro_size, global_size=48, reference_size=12),
         optim=OptimConfig(algorithm="adamw", lr=1e-3, warmup_steps=100, **optim),
     )
-    batch = plan_batch(config.batch, 64, devices, nodes)
-    return receipt_lines(config, batch, plan_schedule(config, batch), epochs, FACTS, DETAILS)
+    batch = config.batch.build().spread_over(devices, nodes)
+    return receipt_lines(config, batch, 64, schedule_of(config, batch), epochs, FACTS, DETAILS)
 
 
 @pytest.mark.parametrize(

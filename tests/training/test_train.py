@@ -42,7 +42,7 @@ def test_a_loss_of_peers_is_not_hidden_by_checkpoints_that_cannot_be_read(monkey
     monkeypatch.setattr(ending, "write_summary", refuse)
     training = SimpleNamespace(
         directory=RunDirectory(tmp_path),
-        schedule=SimpleNamespace(peak_lr=0.1),
+        schedule=SimpleNamespace(peak=0.1),
         batch=SimpleNamespace(world_size=2, global_size=4),
         trainer=SimpleNamespace(loggers=[]),
     )

@@ -12,9 +12,8 @@ from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training import clipping
-from lockstep_gpt.training.building import build_module
+from lockstep_gpt.training.building import build_module, schedule_of
 from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 
 class Waits(TorchDispatchMode):
@@ -50,10 +49,10 @@ def test_no_step_between_logged_ones_waits_for_the_device(composed, monkeypatch,
     monkeypatch.setattr(clipping, "is_asynchronous", lambda _device: True)  # as a GPU
     config = composed("experiment=smoke", "precision=bf16-mixed", "log_every=10")
     config.optim.algorithm = algorithm
-    batch = plan_batch(config.batch, config.model.block_size, 1, 1)
-    module = build_module(config, plan_schedule(config, batch), ByteTokenizer())
+    batch = config.batch.build().spread_over(1)
+    module = build_module(config, schedule_of(config, batch), ByteTokenizer())
     optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
-    metrics = Metrics(config.log_every, batch.tokens_per_step)
+    metrics = Metrics(config.log_every, batch.global_size * config.model.block_size)
     clip = clipping.ClipAndSkip(1.0)
     trainer = SimpleNamespace(
         precision_plugin=SimpleNamespace(),

@@ -1,47 +1,9 @@
-"""Which numbers of devices add gradients in the same order, and the receipt's line on it."""
+"""What it costs to add gradients in the same order, and the receipt's line on it."""
 
-import math
 from typing import Any
 
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.batch import either, exact_world_sizes
 from lockstep_gpt.settings import counted
-
-
-def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
-    """Return the numbers of ranks for which each rank adds a whole subtree of the micro-batches.
-
-    One rank adds the whole tree; if there are more, each has 2**n micro-batches.
-    """
-    leaves = global_size // micro_size
-    odd = leaves // (leaves & -leaves)
-    fits = [odd << power for power in range((leaves // odd).bit_length())]
-    return fits if odd == 1 else [1, *fits]
-
-
-def refuse_other_world_sizes(exact: int | None, total: int | None, world_size: int) -> None:
-    """Raise a `UserError` for a number of ranks that don't each have a whole subtree.
-
-    Args:
-        exact: samples of a micro-batch, the tree's leaf; None: the sums aren't exact.
-        total: samples of a step over all ranks; None: as many as the ranks can hold.
-        world_size: ranks with samples of their own.
-    """
-    if exact is None or total is None:
-        return
-    fits = exact_world_sizes(total, exact)
-    if world_size in fits:
-        return
-    micro_batches_per_rank = 1 << max(0, round(math.log2(total / exact / world_size)))
-    remedy = f"batch.global_size={exact * world_size * micro_batches_per_rank}"
-    divisors = [size for size in range(1, total + 1) if total % size == 0]
-    possible = [size for size in divisors if world_size in exact_world_sizes(total, size)]
-    if possible:
-        nearest = min(possible, key=lambda size: abs(size - exact))
-        remedy = f"batch.exact_micro_size={nearest}"
-    raise UserError(
-        f"batch.exact_micro_size={exact} of batch.global_size={total} gives equal bits on "
-        f"{either(fits)} devices, not on {world_size}; use one of these, or set {remedy}"
-    )
 
 
 def gradient_copies(accumulation: int, *, is_exact: bool) -> int:
@@ -108,9 +70,3 @@ def sums_line(
             f"{counted(leaves, 'micro-batch', 'es')} per step"
         )
     return line
-
-
-def either(choices: list[Any]) -> str:
-    """Return the choices as text: `1, 2, or 4`."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)}{',' * (len(others) > 1)} or {last}" if others else last

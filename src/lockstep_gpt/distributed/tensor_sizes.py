@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep_gpt.distributed.exact_sizes import either
+from lockstep_gpt.batch import either
 from lockstep_gpt.settings import check
 
 SETTING = "strategy.tensor_parallel"

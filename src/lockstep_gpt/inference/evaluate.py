@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataModuleConfig
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep_gpt.data.datamodule import TokenDataModule
-    from lockstep_gpt.data.windows import Batch
+    from lockstep_gpt.data.windows import Batch as Pair
     from lockstep_gpt.model.gpt import GPT
-    from lockstep_gpt.training.schedule import BatchPlan
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
 SAMPLES = 32  # of the GPT at a time
@@ -199,16 +199,14 @@ def evaluate_module(
     return measured(module, data, config, split, content)
 
 
-def _batch_of(config: Config, batch_size: int | None) -> BatchPlan:
+def _batch_of(config: Config, batch_size: int | None) -> Batch:
     """Return how the ranks that are here share samples, without accumulation."""
     from lockstep_gpt.distributed.ranks import Ranks
-    from lockstep_gpt.training.schedule import BatchPlan
 
     ranks = Ranks.from_environment()
     share = (config.batch.global_size or 1) // ranks.world_size
     size = batch_size or config.batch.micro_size or max(1, share)
-    tokens = config.tokens_per_sample or 0
-    return BatchPlan(size, ranks.local_world_size, ranks.num_nodes, 1, tokens)
+    return Batch(micro_size=size).spread_over(ranks.local_world_size, ranks.num_nodes)
 
 
 def _counts_of_all_targets(
@@ -261,7 +259,7 @@ def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) 
 
 def _batches(
     ids: Any, numbers: list[range], block_size: int, device: torch.device
-) -> Iterator[Batch]:
+) -> Iterator[Pair]:
     """Yield batches of windows, each two tensors of shape (B, T): inputs and targets.
 
     Args:
@@ -286,7 +284,7 @@ def _batches(
         yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
 
 
-def _measure(model: GPT, batches: Iterator[Batch], count: int) -> dict[str, float]:
+def _measure(model: GPT, batches: Iterator[Pair], count: int) -> dict[str, float]:
     """Return loss, perplexity, and the number of targets, over the batches of all ranks.
 
     Args:

@@ -18,7 +18,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.training import rank_output
-from lockstep_gpt.training.building import VALIDATION, counted_targets
+from lockstep_gpt.training.building import counted_targets
 
 # Lightning also says that callbacks of training are absent.
 NOISE = [*rank_output.NOISE, r".*callbacks used to create the checkpoint.*"]
@@ -145,5 +145,5 @@ def trainer_for(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=not has_order,
-        inference_mode=VALIDATION["inference_mode"],
+        inference_mode=False,  # as in training
     )

@@ -4,18 +4,18 @@ import contextlib
 import os
 from pathlib import Path
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import counted
-from lockstep_gpt.training.schedule import BatchPlan
 
 GIB = 1 << 30
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # bytes, or `max`; only on Linux
 MEMORY = Path("/proc/meminfo")  # only on Linux
 
 
-def refuse_too_large(config: Config, placement: Placement, batch: BatchPlan) -> None:
+def refuse_too_large(config: Config, placement: Placement, batch: Batch) -> None:
     """Raise a `UserError` if weights or a micro-batch alone need more memory than there is.
 
     Each rank makes its model in the host's memory, also for a GPU and under fsdp2. Only what is
@@ -34,13 +34,14 @@ def refuse_too_large(config: Config, placement: Placement, batch: BatchPlan) -> 
             f"least {weights:,} weights, {_gib(size)} for each of {ranks}, {present}; lower "
             "model.n_embd, model.n_layer, or trainer.devices"
         )
-    tokens = batch.micro_size * batch.block_size
+    block_size = config.model.block_size
+    tokens = batch.micro_size * block_size
     size = 8 * tokens  # bytes of the ids
     if placement.accelerator == "cpu":
         size += 2 * tokens * config.model.n_embd  # of the embeddings, at most halved by autocast
     if placement.devices * size > memory:
         raise UserError(
-            f"batch.micro_size={batch.micro_size} and model.block_size={batch.block_size} make "
+            f"batch.micro_size={batch.micro_size} and model.block_size={block_size} make "
             f"{tokens:,} tokens per micro-batch, at least {_gib(size)} for each of {ranks}, "
             f"{present}; lower batch.micro_size (if null: batch.global_size)"
         )

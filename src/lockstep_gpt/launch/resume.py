@@ -46,7 +46,6 @@ from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import state_left
 from lockstep_gpt.settings import as_typed, check, counted
-from lockstep_gpt.training import schedule
 from lockstep_gpt.whole_files import replacing
 
 # A line of overrides.log names a setting after the date and the time.
@@ -181,19 +180,19 @@ def resume(
     checks.refuse_conflicts(config)
     checks.refuse_settings_of_gpt(config, arguments)
     sets_devices = "trainer.devices" in map(setting_of, parsed(arguments))
-    placement, batch = start.place_run(config, is_resumed=not sets_devices)
+    placement, _ = start.place_run(config, is_resumed=not sets_devices)
     devices = before["trainer"].get("devices")
     if not sets_devices and placement.devices != devices:
         changes.append(f"trainer.devices: {devices} -> {placement.devices}")
-    steps = schedule.plan_steps(config, batch)
+    steps = config.max_steps
     is_forced = sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
-            print(last_line.of_done(run, steps, schedule.longer_budget(config, times=2)))
+            print(last_line.of_done(run, steps, f"max_steps={2 * steps}"))
         return 0
     usable_files.refuse_unusable(run)
     if not config.resume_force:
-        _refuse_fewer_steps(run, config, steps)
+        _refuse_fewer_steps(run, steps)
     resolved = {
         **values,
         "precision": resolving.resolved_precision(values, placement),
@@ -261,19 +260,18 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
     return ended and fault_of(checkpoint) is None
 
 
-def _refuse_fewer_steps(run: RunDirectory, config: Config, steps: int) -> None:
+def _refuse_fewer_steps(run: RunDirectory, steps: int) -> None:
     """Raise a `UserError` for a run of fewer steps than one of its intact checkpoints has."""
     later = (path for path in checkpoints_in(run.checkpoints) if step_of(path) > steps)
     reached = max((step_of(path) for path in later if fault_of(path) is None), default=steps)
     kept = state_left(run)
     if kept is not None:
         reached = max(reached, kept.step)
-    budget = "max_steps" if config.max_steps is not None else "max_tokens"
     rule = (
         f"ends the run after {counted(steps, 'step')}, but run_dir={run.path} has already reached "
-        f"step {reached}; raise {budget}, or train less in a new run"
+        f"step {reached}; raise max_steps, or train less in a new run"
     )
-    check(budget, getattr(config, budget), reached <= steps, rule)
+    check("max_steps", steps, reached <= steps, rule)
 
 
 def _updated_values(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 
 from lockstep_gpt import stop_signals
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
@@ -46,8 +47,6 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import release_memory
 from lockstep_gpt.run.memory.files import remove_abandoned
 from lockstep_gpt.stop_signals import Interrupted
-from lockstep_gpt.training import schedule
-from lockstep_gpt.training.schedule import BatchPlan
 
 Call = Callable[..., int]  # of a run directory, and where ranks of a launcher have met
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]  # as `RunStart.prepare`
@@ -253,7 +252,7 @@ def _follow_first_machine(run_start: RunStart, join_seconds: float) -> None:
     run_start.prepare(run.values())
 
 
-def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, BatchPlan]:
+def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, Batch]:
     """Find the devices, and spread the batch over them; reject what their number rules out.
 
     Args:
@@ -262,18 +261,13 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
     """
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config, is_resumed=is_resumed)
-    batch = schedule.plan_batch(
-        config.batch,
-        config.tokens_per_sample or 0,
-        placement.devices,
-        placement.nodes,
-        config.tensor_parallel,
-    )
+    places = (placement.devices, placement.nodes)
+    batch = config.batch.build().spread_over(*places, config.tensor_parallel)
     host_memory.refuse_too_large(config, placement, batch)
     # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
-    fixed = replace(config.batch, global_size=batch.global_size)
+    fixed = replace(config.batch, global_size=batch.global_size).build()
     for count in range(config.launch.min_nodes or placement.nodes, placement.nodes):
-        schedule.plan_batch(fixed, 0, placement.devices, count, config.tensor_parallel)
+        fixed.spread_over(placement.devices, count, config.tensor_parallel)
     return placement, batch
 
 

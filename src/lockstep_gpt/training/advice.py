@@ -9,9 +9,9 @@ import torch
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.cpu_kernels import SHORT
 from lockstep_gpt.model.functional import shares_heads
+from lockstep_gpt.schedule import Schedule
 from lockstep_gpt.torch_patches import attention_kernel
 from lockstep_gpt.training.receipt import times
-from lockstep_gpt.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +149,17 @@ def lacks_cudnn_attention() -> bool:
     return is_wanted and torch.cuda.get_device_capability() in PREFERS_CUDNN
 
 
-def warn_of_sudden_rate(schedule: Schedule) -> None:
-    """Warn if the first update already has a rate far above the one that was tuned."""
-    if schedule.warmup_steps == 0 and schedule.scale >= HIGH_SCALE:
+def warn_of_sudden_rate(schedule: Schedule, scale: float) -> None:
+    """Warn if the first update already has a rate far above the one that was tuned.
+
+    Args:
+        schedule: of the run.
+        scale: its peak, as a multiple of the tuned rate.
+    """
+    if schedule.warmup_steps == 0 and scale >= HIGH_SCALE:
         logger.warning(
             "the first step has %g times the tuned learning rate, because the batch is larger, and "
             "there is no warmup: set optim.warmup_steps, optim.lr_scaling=none, or a fixed "
             "batch.global_size",
-            schedule.scale,
+            scale,
         )

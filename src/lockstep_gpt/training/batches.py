@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from lightning import LightningDataModule
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig
 from lockstep_gpt.data.datamodule import TokenDataModule
@@ -18,10 +19,9 @@ from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.building import build, target_of
-from lockstep_gpt.training.schedule import BatchPlan
 
 
-def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
+def build_data(config: Config, batch: Batch) -> LightningDataModule:
     """Return the data module that makes the run's batches, or raise a `UserError`."""
     if isinstance(config.data, DataModuleConfig):
         return _own_data_module(config.data, config, batch)
@@ -38,9 +38,7 @@ def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
     )
 
 
-def _own_data_module(
-    data: DataModuleConfig, config: Config, batch: BatchPlan
-) -> LightningDataModule:
+def _own_data_module(data: DataModuleConfig, config: Config, batch: Batch) -> LightningDataModule:
     """Return the user's data module; it gets by name what its `__init__` accepts."""
     known = {"batch": batch, "micro_size": batch.micro_size, "seed": config.seed}
     content = ""
@@ -64,12 +62,10 @@ def _own_data_module(
     return module
 
 
-def with_tokens(batch: BatchPlan, data: LightningDataModule) -> BatchPlan:
-    """Return `batch` with the tokens of a sample if only the data module declares them."""
-    tokens = getattr(data, "tokens_per_sample", None)
-    if batch.block_size or not isinstance(tokens, int):
-        return batch
-    return replace(batch, block_size=tokens)
+def tokens_of_sample(config: Config, data: LightningDataModule) -> int:
+    """Return the tokens of a sample; 0 if neither settings nor the data module declare them."""
+    tokens = config.tokens_per_sample or getattr(data, "tokens_per_sample", None)
+    return tokens if isinstance(tokens, int) else 0
 
 
 def tokenizer_of(data: Any) -> Tokenizer:

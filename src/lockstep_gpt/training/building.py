@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.own_loaders import OwnLoaders
@@ -48,6 +49,7 @@ from lockstep_gpt.run.loggers.tracking import (
     tracked_runs,
 )
 from lockstep_gpt.run.restored_states import copy_restored_state
+from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
@@ -57,13 +59,8 @@ from lockstep_gpt.training.optim import (
     place_matrices,
 )
 from lockstep_gpt.training.replays import Replays
-from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.trace import Trace
-
-# Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
-# mode, tensors that outlive a validation, such as gathered weights, can't be trained with.
-VALIDATION = {"inference_mode": False}
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -184,7 +181,8 @@ def build_loggers(
     guards: dict[str, TrackerGuard],
     directory: RunDirectory,
     config: Config,
-    batch: BatchPlan,
+    batch: Batch,
+    tokens_per_sample: int,
     peak_lr: float | None,
     model: nn.Module,
 ) -> list[Logger]:
@@ -197,7 +195,8 @@ def build_loggers(
         guards: of each logger, by its name.
         directory: the run.
         config: names the loggers.
-        batch: how many samples a step has, and tokens, if there are any.
+        batch: how many samples a step has.
+        tokens_per_sample: 0 if samples have none.
         peak_lr: the scaled rate; None if the module decides its own.
         model: what is trained.
     """
@@ -207,8 +206,8 @@ def build_loggers(
         "parameters": parameters_of(model, is_gpt=config.trains_gpt),
         **git_state(Path(__file__).parent),
     }
-    if batch.tokens_per_step:
-        derived["tokens_per_step"] = batch.tokens_per_step
+    if tokens_per_sample:
+        derived["tokens_per_step"] = batch.global_size * tokens_per_sample
     if peak_lr is not None:
         derived["scaled_lr"] = peak_lr
     values = {**directory.values(), **derived}
@@ -253,7 +252,11 @@ def parameters_of(model: Any, *, is_gpt: bool) -> int:
 
 
 def build_checkpoints(
-    directory: RunDirectory, config: Config, batch: BatchPlan, tokenizer: Tokenizer | None
+    directory: RunDirectory,
+    config: Config,
+    batch: Batch,
+    tokens_per_sample: int,
+    tokenizer: Tokenizer | None,
 ) -> Checkpoints:
     """Return the callback that saves, with what every checkpoint needs to be read alone."""
     fixed: dict[str, Any] = {"config": directory.values()}
@@ -261,7 +264,7 @@ def build_checkpoints(
         fixed["tokenizer"] = tokenizer.to_dict()
 
     def content(trainer: Trainer) -> dict[str, Any]:
-        return {**fixed, **progress_of(trainer, batch)}
+        return {**fixed, **progress_of(trainer, batch, tokens_per_sample)}
 
     settings = config.checkpoint
     return Checkpoints(
@@ -275,7 +278,7 @@ def build_checkpoints(
     )
 
 
-def progress_of(trainer: Any, batch: BatchPlan) -> dict[str, int]:
+def progress_of(trainer: Any, batch: Batch, tokens_per_sample: int) -> dict[str, int]:
     """Return how many samples, and tokens if they have some, all ranks together have seen.
 
     An earlier part of the run may have had steps of another size: our data module counts them.
@@ -283,13 +286,17 @@ def progress_of(trainer: Any, batch: BatchPlan) -> dict[str, int]:
     samples = trainer.global_step * batch.global_size
     if isinstance(trainer.datamodule, TokenDataModule):
         samples = trainer.datamodule.samples_seen(trainer.global_step)
-    if not batch.block_size:
+    if not tokens_per_sample:
         return {"samples": samples}
-    return {"samples": samples, "tokens": samples * batch.block_size}
+    return {"samples": samples, "tokens": samples * tokens_per_sample}
 
 
 def build_overhead(
-    config: Config, checkpoints: Checkpoints, batch: BatchPlan, data: LightningDataModule
+    config: Config,
+    checkpoints: Checkpoints,
+    batch: Batch,
+    tokens_per_sample: int,
+    data: LightningDataModule,
 ) -> Overhead:
     """Return what tells the share of the time that validation and saving take."""
     val_tokens = None
@@ -301,7 +308,7 @@ def build_overhead(
         compiled=config.compile,
         background=config.checkpoint.background,
         grace_seconds=config.launch.grace_seconds,
-        tokens_per_step=batch.tokens_per_step or None,
+        tokens_per_step=batch.global_size * tokens_per_sample or None,
         val_tokens=val_tokens,
     )
 
@@ -320,6 +327,19 @@ def build_own_module(config: Config) -> LightningModule:
     return module
 
 
+def schedule_of(config: Config, batch: Batch) -> Schedule:
+    """Return the learning rate of a run with these settings."""
+    optim = config.optim
+    return Schedule(
+        steps=config.max_steps,
+        peak=scaled_lr(optim.lr, batch, optim.lr_scaling),
+        warmup=optim.warmup_steps,
+        decay=optim.decay,
+        decay_fraction=optim.decay_fraction,
+        final_fraction=optim.final_lr_fraction,
+    )
+
+
 def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GPTModule:
     """Return the GPT's module, with initial weights of the process's random numbers."""
     model = build_gpt(config.model, tokenizer.vocab_size)
@@ -329,7 +349,7 @@ def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GP
         model.double()  # the Trainer would only do so after loading a checkpoint's weights
     return GPTModule(
         model,
-        partial(make_optimizer, config=config, lr=schedule.peak_lr),
+        partial(make_optimizer, config=config, lr=schedule.peak),
         schedule.factor,
         config.compile,
     )
@@ -347,14 +367,16 @@ def make_optimizer(
     return optimizer
 
 
-def build_metrics(config: Config, batch: BatchPlan, model: GPT | None) -> Metrics:
+def build_metrics(
+    config: Config, batch: Batch, tokens_per_sample: int, model: GPT | None
+) -> Metrics:
     """Return what measures the run; of a `model` that is no GPT, the FLOPs are unknown."""
     peak = None
     if model is not None:
         peak = config.peak_tflops or peak_here(config.trainer["accelerator"], config.precision)
     return Metrics(
         config.log_every,
-        batch.tokens_per_step or None,
+        batch.global_size * tokens_per_sample or None,
         model.flops_per_token if model else 0.0,
         None if peak is None else peak * batch.world_size,
         config.compile,
@@ -399,7 +421,7 @@ def counted_targets(batch: Any) -> Tensor:
 def build_trainer(
     config: Config,
     ranks: Ranks,
-    batch: BatchPlan,
+    batch: Batch,
     of_run: dict[str, Any],
     *,
     first: list[Callback],
@@ -421,6 +443,7 @@ def build_trainer(
         plugins: ours, in addition to the user's.
         arguments: others of the Trainer.
     """
+    of_batch = batch.trainer_arguments(config.val_every)
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [
@@ -428,17 +451,15 @@ def build_trainer(
             for name, node in config.callbacks.items()
             if "tokenizer" in of_run or not needs_tokenizer(node)
         ]
-        make_trainer = deferred({**VALIDATION, **config.trainer, **places})
+        make_trainer = deferred({**of_batch, **config.trainer, **places})
         users = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
             strategy=build_strategy(config, ranks),
             callbacks=[*first, *chosen, *last],
             logger=loggers,
             plugins=with_environment([*plugins, *users], ranks),
-            accumulate_grad_batches=batch.accumulation,
             precision=config.precision,
             max_epochs=-1,
-            num_sanity_val_steps=0,
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in chosen),
             enable_model_summary=False,
             log_every_n_steps=config.log_every,

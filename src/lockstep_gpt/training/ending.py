@@ -16,21 +16,21 @@ from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.last_line import evaluate_command
 from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
-from lockstep_gpt.training.schedule import longer_budget
 
 
-def refuse_finished(config: Config, checkpoint: VerifiedCheckpoint, steps: int) -> None:
-    """Raise a `UserError` if a new run of `steps` steps has nothing to train after `checkpoint`."""
+def refuse_finished(config: Config, checkpoint: VerifiedCheckpoint) -> None:
+    """Raise a `UserError` if a new run has nothing to train after `checkpoint`."""
+    steps = config.max_steps
     if checkpoint.step < steps:
         return
     path = checkpoint.path
-    longer = longer_budget(config, times=checkpoint.step // steps + 1)
+    longer = steps * (checkpoint.step // steps + 1)
     new = ""
     if config.trains_gpt:
         new = f"for a new run with its weights, set resume=none model.init_from={path}; "
     raise UserError(
         f"resume={path} is after step {checkpoint.step}, but this run ends after step {steps}; to "
-        f"train it longer, set {longer}; {new}to evaluate it: {evaluate_command(path)}"
+        f"train it longer, set max_steps={longer}; {new}to evaluate it: {evaluate_command(path)}"
     )
 
 

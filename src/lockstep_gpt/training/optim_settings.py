@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lockstep_gpt.schedule import DECAYS, SCALINGS
 from lockstep_gpt.settings import Checked, is_module, setting
-
-DECAYS = ("cosine", "linear", "constant", "wsd")
 
 
 @dataclass
@@ -17,12 +16,11 @@ class OptimConfig(Checked):
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
     head_lr_fraction: float = setting("muon: the head's rate as a fraction of lr", 0.2, above=0)
     lr_scaling: str = setting(
-        "how the peak grows with the global batch", "linear", choices=("linear", "sqrt", "none")
+        "how the peak grows with the global batch", "linear", choices=SCALINGS
     )
     warmup_steps: int | None = setting(
         "steps of linear warmup; a tenth of a run that is no longer", None, at_least=0
     )
-    warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
     decay: str = setting(
         "the rate after warmup; wsd keeps the peak, then falls linearly", "cosine", choices=DECAYS
     )
@@ -37,9 +35,7 @@ class OptimConfig(Checked):
     clip_norm: float | None = setting("largest gradient norm; null: no clipping", 1.0, above=0)
 
     def __post_init__(self) -> None:
-        """Also check that the warmup isn't set twice, and that the optimizer exists."""
+        """Also check that the optimizer exists."""
         super().__post_init__()
         if self.algorithm != "adamw" and not is_module("training", self.algorithm):
             self.refuse("algorithm", "is not adamw, muon, or another module of training/")
-        if self.warmup_steps is not None and self.warmup_tokens is not None:
-            self.refuse("warmup_steps", "and optim.warmup_tokens are both set; set one to null")

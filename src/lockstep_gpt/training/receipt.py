@@ -6,23 +6,25 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 from torch import nn
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.distributed.exact_sizes import has_bucket_copies, sums_line
 from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.run.callbacks.step import InReceipt
+from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.settings import counted
 from lockstep_gpt.torch_patches import BatchNorm
 from lockstep_gpt.training.building import parameters_of
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_steps, ranks_text
 
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
 
 def receipt_lines(
     config: Config,
-    batch: BatchPlan,
+    batch: Batch,
+    tokens_per_sample: int,
     schedule: Schedule | None,
     epochs: float | None,
     facts: dict[str, str],
@@ -33,55 +35,51 @@ def receipt_lines(
     Args:
         config: of the run.
         batch: how a step's samples are spread.
+        tokens_per_sample: 0 if samples have none.
         schedule: of the rate; None if the module decides it.
         epochs: passes over the data; None if the data module doesn't say.
         facts: lines that only the running rank knows.
         details: lines of callbacks.
     """
     compiled = ", compiled" if config.compile else ""
+    tokens = batch.global_size * tokens_per_sample
+    unit, size = ("token", tokens) if tokens else ("sample", batch.global_size)
+
+    def in_steps(count: int) -> str:
+        return f"{counted(count, 'step')} = {counted(count * size, unit)}"
+
     lines = {
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,
         "precision": config.precision + compiled,
-        "batch": f"{ranks_text(batch.devices, batch.nodes, batch.tensor_parallel)} x "
+        "batch": f"{batch.ranks} x "
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')}"
-        + (f" = {batch.tokens_per_step:,} tokens per step" if batch.block_size else " per step"),
+        + (f" = {tokens:,} tokens per step" if tokens else " per step"),
         "sums": sums_line(
             batch.global_size,
             batch.micro_size,
             batch.accumulation,
-            is_exact=config.batch.exact_micro_size is not None,
-            grows=config.batch.global_size is None,
+            is_exact=batch.is_exact,
+            grows=batch.grows,
             accelerator=config.trainer["accelerator"],
         ),
         **details,
-        "budget": _steps(plan_steps(config, batch), batch) + _in_epochs(epochs),
+        "budget": in_steps(config.max_steps) + _in_epochs(epochs),
     }
     if schedule is None:
         return lines
-    size = f"{counted(batch.global_size, 'sample')}, tuned for {config.batch.reference_size}"
+    samples = f"{counted(batch.global_size, 'sample')}, tuned for {batch.reference_size}"
+    rate, rule = config.optim.lr, config.optim.lr_scaling
+    final = f"{schedule.lr(schedule.steps - 1):g}"
+    decay = f"{schedule.decay} decay over the last {in_steps(schedule.decay_steps)} to {final}"
     return {
         **lines,
-        "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
-        f"({RULES[config.optim.lr_scaling]}: {size})",
-        "schedule": f"{_steps(schedule.warmup_steps, batch)} of warmup, "
-        + _decay(config.optim.decay, schedule, batch),
+        "lr": f"{rate:g} x {scaled_lr(1.0, batch, rule):g} = {schedule.peak:g} "
+        f"({RULES[rule]}: {samples})",
+        "schedule": f"{in_steps(schedule.warmup_steps)} of warmup, "
+        + ("then constant" if schedule.decay == "constant" else decay),
     }
-
-
-def _steps(count: int, batch: BatchPlan) -> str:
-    unit, size = (
-        ("token", batch.tokens_per_step) if batch.block_size else ("sample", batch.global_size)
-    )
-    return f"{counted(count, 'step')} = {counted(count * size, unit)}"
-
-
-def _decay(decay: str, schedule: Schedule, batch: BatchPlan) -> str:
-    if decay == "constant":
-        return "then constant"
-    final = schedule.lr(schedule.total_steps - 1)
-    return f"{decay} decay over the last {_steps(schedule.decay_steps, batch)} to {final:g}"
 
 
 def _in_epochs(epochs: float | None) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt import stop_signals
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, as_values
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
@@ -58,13 +59,14 @@ from lockstep_gpt.run.resuming import (
     refuse_other_directory,
     state_to_resume,
 )
+from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.training import ending, kernels, receipt
 from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import (
     build_data,
     epochs_of,
     tokenizer_of,
-    with_tokens,
+    tokens_of_sample,
 )
 from lockstep_gpt.training.building import (
     beginning,
@@ -77,6 +79,7 @@ from lockstep_gpt.training.building import (
     build_own_module,
     build_trainer,
     guard_loggers,
+    schedule_of,
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
@@ -85,13 +88,6 @@ from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 from lockstep_gpt.training.sample import prompt_from
-from lockstep_gpt.training.schedule import (
-    BatchPlan,
-    Schedule,
-    plan_batch,
-    plan_schedule,
-    plan_steps,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +99,8 @@ class Training:
     directory: RunDirectory
     config: Config
     rank: int
-    batch: BatchPlan
+    batch: Batch
+    tokens_per_sample: int  # 0: samples have none
     schedule: Schedule | None  # of the GPT's rate; another module decides its own
     data: LightningDataModule
     tokenizer: Tokenizer | None  # of the GPT
@@ -164,9 +161,8 @@ def assemble(
 
     # Data and module.
     batch = batch_of(config, ranks)
-    steps = plan_steps(config, batch)
     data = build_data(config, batch)
-    batch = with_tokens(batch, data)
+    tokens = tokens_of_sample(config, data)
     module, schedule, tokenizer = module_of(config, batch, data)
     gpt = module.model if isinstance(module, GPTModule) else None
     model = module if gpt is None else gpt
@@ -175,22 +171,22 @@ def assemble(
     hashes = WeightHashes()
     disk = build_disk(config, directory, hashes)
     writer = build_writer(config, directory, ranks)
-    resume = weights_to_begin_with(directory, config, steps, module, tokenizer, writer)
+    resume = weights_to_begin_with(directory, config, module, tokenizer, writer)
     disk.verified = resume
     is_ours = isinstance(data, TokenDataModule)
     disk.refuse_unfit = unfit = RefuseUnfit(compare_with(config), is_ours)
 
     # What watches and keeps the run, and the Trainer.
-    metrics = build_metrics(config, batch, gpt)
-    metrics_file = MetricsFile(directory.metrics, columns_of(batch))
-    checkpoints = build_checkpoints(directory, config, batch, tokenizer)
+    metrics = build_metrics(config, batch, tokens, gpt)
+    metrics_file = MetricsFile(directory.metrics, columns_of(tokens))
+    checkpoints = build_checkpoints(directory, config, batch, tokens, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    overhead = build_overhead(config, checkpoints, batch, data)
+    overhead = build_overhead(config, checkpoints, batch, tokens, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
     saving = [unfit, hashes, Arithmetic(), overhead, stop, checkpoints, memory]
-    peak_lr = schedule.peak_lr if schedule else None
-    loggers = build_loggers(trackers, directory, config, batch, peak_lr, model)
+    peak_lr = schedule.peak if schedule else None
+    loggers = build_loggers(trackers, directory, config, batch, tokens, peak_lr, model)
     trainer = build_trainer(
         config,
         ranks,
@@ -201,11 +197,11 @@ def assemble(
         loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
-        max_steps=steps,
+        max_steps=config.max_steps,
         use_distributed_sampler=not is_ours,
     )
     memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
-    made = (batch, schedule, data, tokenizer, module, resume)
+    made = (batch, tokens, schedule, data, tokenizer, module, resume)
     return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer)
 
 
@@ -217,19 +213,19 @@ def compare_with(config: Config) -> CompareSettings | None:
 
 
 def module_of(
-    config: Config, batch: BatchPlan, data: LightningDataModule
+    config: Config, batch: Batch, data: LightningDataModule
 ) -> tuple[LightningModule, Schedule | None, Tokenizer | None]:
     """Return the GPT's module with the schedule of its rate and its tokenizer, or the user's."""
     if not config.trains_gpt:
         return build_own_module(config), None, None
-    schedule = plan_schedule(config, batch)
+    schedule = schedule_of(config, batch)
     tokenizer = tokenizer_of(data)
     return build_module(config, schedule, tokenizer), schedule, tokenizer
 
 
-def columns_of(batch: BatchPlan) -> list[str]:
+def columns_of(tokens_per_sample: int) -> list[str]:
     """Return the columns with which `metrics.csv` begins; a module may log others."""
-    return [name for name in COLUMNS if batch.block_size or name not in OF_TOKENS]
+    return [name for name in COLUMNS if tokens_per_sample or name not in OF_TOKENS]
 
 
 def known_to_callbacks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -257,7 +253,6 @@ def join_others(config: Config, directory: RunDirectory, ranks: Ranks, store: St
 def weights_to_begin_with(
     directory: RunDirectory,
     config: Config,
-    total_steps: int,
     module: LightningModule,
     tokenizer: Tokenizer | None,
     writer: MemoryWriter | None,
@@ -277,7 +272,7 @@ def weights_to_begin_with(
         timeout=config.longest_wait,
     )
     if isinstance(resume, VerifiedCheckpoint) and resume.path.parent != directory.checkpoints:
-        ending.refuse_finished(config, resume, total_steps)
+        ending.refuse_finished(config, resume)
     is_new = resume is None and config.resume in ("none", "auto")
     if is_new and isinstance(module, GPTModule) and tokenizer is not None:
         load_initial_weights(module.model, tokenizer)
@@ -331,11 +326,10 @@ def build_memory(
     )
 
 
-def batch_of(config: Config, ranks: Ranks) -> BatchPlan:
+def batch_of(config: Config, ranks: Ranks) -> Batch:
     """Return how the run's batch is spread over `ranks`."""
     places = (ranks.local_world_size, ranks.num_nodes)
-    tokens = config.tokens_per_sample or 0
-    return plan_batch(config.batch, tokens, *places, config.tensor_parallel)
+    return config.batch.build().spread_over(*places, config.tensor_parallel)
 
 
 def announce(training: Training) -> None:
@@ -355,10 +349,11 @@ def announce(training: Training) -> None:
         details = {"attention": attention_line(config), **details}
     facts = receipt.facts(config, module, training.data, training.trainer, computed_by)
     batch = training.batch
-    lines = receipt.receipt_lines(config, batch, schedule, epochs, facts, details)
+    tokens = training.tokens_per_sample
+    lines = receipt.receipt_lines(config, batch, tokens, schedule, epochs, facts, details)
     logger.info("%s", receipt.as_text(lines))
     if schedule is not None:
-        warn_of_sudden_rate(schedule)
+        warn_of_sudden_rate(schedule, scaled_lr(1.0, batch, config.optim.lr_scaling))
 
 
 def fit(training: Training, started: float) -> None:
@@ -413,7 +408,7 @@ def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:
     """Write `summary.json`, which gets `facts`, and end the runs of trackers."""
     directory = training.directory
     if training.schedule is not None:
-        facts = {**facts, "lr": training.schedule.peak_lr}
+        facts = {**facts, "lr": training.schedule.peak}
     facts = {
         **facts,
         "world_size": training.batch.world_size,

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # What a model needs, and what a configuration requires.
 NEEDED = (
-    *("seed", "max_steps", "max_tokens", "precision", "module"),
+    *("seed", "max_steps", "precision", "module"),
     *("batch", "model", "data", "packing", "optim"),
 )
 

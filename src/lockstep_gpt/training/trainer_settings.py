@@ -13,8 +13,8 @@ _OWNED = {
     "data.val_tokens": "limit_val_batches limit_test_batches limit_predict_batches",
     "log_every": "log_every_n_steps",
     "logger": "logger",
-    "max_steps": "max_steps min_steps fast_dev_run limit_train_batches overfit_batches",
-    "max_steps or max_tokens": "max_epochs min_epochs reload_dataloaders_every_n_epochs",
+    "max_steps": "max_steps min_steps max_epochs min_epochs fast_dev_run limit_train_batches "
+    "overfit_batches reload_dataloaders_every_n_epochs",
     "optim.clip_norm": "gradient_clip_algorithm gradient_clip_val",
     "precision": "precision",
     "run_dir": "default_root_dir",

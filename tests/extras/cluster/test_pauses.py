@@ -68,7 +68,7 @@ def test_a_validation_is_the_forward_pass_of_its_tokens_on_all_devices(pauses_of
     large, _ = pauses_of(12, "data.val_tokens=655360")
     assert large.validation == pytest.approx(10 * small.validation, rel=0.01)
     row = plan.rows[0]
-    one_batch = row.batch.tokens_per_step
+    one_batch = row.batch.global_size * plan.block_size
     assert small.validation == pytest.approx(65536 / one_batch * row.time.compute / 3, rel=0.01)
     assert small.share(row.seconds) < large.share(row.seconds) < 1
     assert f"{small.share(row.seconds):.1%}" in as_text(plan)

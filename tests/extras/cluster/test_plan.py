@@ -147,7 +147,7 @@ def small_experiments(tmp_path):
     (folder / "shape.yaml").write_text(f"# @package _global_\nmax_steps: 30\n{shape}")
     (folder / "built.yaml").write_text("# @package _global_\ndefaults:\n  - shape\nseed: 3\n")
     (folder / "chooses.yaml").write_text(
-        f"# @package _global_\ndefaults:\n  - override /data: stdlib\nmax_tokens: 9999\n{shape}"
+        f"# @package _global_\ndefaults:\n  - override /data: stdlib\nmax_steps: 99\n{shape}"
     )
     return f"--config-dir={tmp_path}"
 
@@ -210,14 +210,13 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
         (["experiment=smoke"], 20 * 8 * 32, "max_steps=20 of 256 tokens"),
         (["experiment=smoke", "max_steps=7"], 7 * 8 * 32, "max_steps=7 of 256 tokens"),
         (["experiment=smoke", "--tokens", "1e6"], 1e6, "by --tokens"),
-        (["experiment=smoke", "max_steps=null", "max_tokens=5120"], 5120, "max_tokens=5120"),
         (
             ["max_steps=10", "optim.warmup_steps=1", "batch.global_size=3"],
             10 * 3 * 64,
             "max_steps=10 of 192 tokens",
         ),
         (["experiment=built", "batch.global_size=3"], 30 * 3 * 32, "max_steps=30 of 96 tokens"),
-        (["experiment=chooses", "model=nano"], 9999, "max_tokens=9999"),
+        (["experiment=chooses", "model=nano"], 99 * 4 * 32, "max_steps=99 of 128 tokens"),
         ([], None, ""),
     ],
 )

@@ -5,8 +5,8 @@ import pytest
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
+from lockstep_gpt.training.building import schedule_of
 from lockstep_gpt.training.orthogonalization import flops_of
-from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 H100 = HARDWARE["h100"]
@@ -31,8 +31,8 @@ def test_the_model_is_the_published_one(gpt2):
 def test_batch_and_learning_rate_are_training_s_own(gpt2):
     config, plan = gpt2
     for row in plan.rows:
-        batch = plan_batch(config.batch, 1024, row.batch.devices, row.batch.nodes)
-        assert (row.batch, row.lr) == (batch, plan_schedule(config, batch).peak_lr)
+        batch = config.batch.build().spread_over(row.batch.devices, row.batch.nodes)
+        assert (row.batch, row.lr) == (batch, schedule_of(config, batch).peak)
 
 
 def test_a_fixed_batch_scales_strongly_and_loses_efficiency(gpt2):
@@ -48,7 +48,7 @@ def test_a_fixed_batch_scales_strongly_and_loses_efficiency(gpt2):
 def test_time_and_speed_agree(gpt2):
     for row in gpt2[1].rows:
         assert row.seconds * row.tokens_per_second == pytest.approx(gpt2[1].tokens)
-        assert row.batch.tokens_per_step / row.time.total == pytest.approx(row.tokens_per_second)
+        assert row.batch.global_size * 1024 / row.time.total == pytest.approx(row.tokens_per_second)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
@@ -19,11 +20,11 @@ from lockstep_gpt.extras.cluster.step_time import (
 )
 from lockstep_gpt.extras.cluster.tracing import shaped
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training.schedule import BatchPlan
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(
     layers=12,
+    block_size=1024,
     flops_per_token=10**9,
     gradients=[40 * MIB] * 4,
     states=States(160 * MIB, 160 * MIB, 320 * MIB),
@@ -39,7 +40,8 @@ UPDATE = (2 * 160 + 4 * 160 + 2 * 320) * MIB / (0.7 * 2039e9)
 
 
 def spread(devices, nodes=1, accumulation=1, micro_size=8):
-    return BatchPlan(micro_size, devices, nodes, accumulation, block_size=1024)
+    size = micro_size * devices * nodes * accumulation
+    return Batch(size, micro_size).spread_over(devices, nodes)
 
 
 @pytest.mark.parametrize(("gigabytes", "milliseconds", "share"), [(16, 6, 0.11), (300, 0.3, 0.006)])
@@ -243,9 +245,7 @@ def test_half_precision_on_the_way_halves_the_exchange():
 
 def test_a_small_micro_batch_takes_as_long_as_the_host_starts_its_kernels():
     small, split = (
-        step_time(
-            replace(WORK, flops_per_token=1000), replace(spread(1), accumulation=count), IDEAL
-        )
+        step_time(replace(WORK, flops_per_token=1000), spread(1, accumulation=count), IDEAL)
         for count in (1, 4)
     )
     assert small.compute == pytest.approx(12 * 0.3e-3)

@@ -1,7 +1,6 @@
 import contextlib
 import copy
 import csv
-import dataclasses
 import math
 import time
 from resource import RUSAGE_SELF, getrusage
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here, peak_memory
@@ -44,7 +44,7 @@ def measured(run, path, *callbacks):
     """Fit `run`; return its rows as numbers and what really happened."""
     recorder, file = Recorder(), MetricsFile(path, FEW)
     file.truncate_after(0)
-    metrics = Metrics(run.config.log_every, run.batch.tokens_per_step)
+    metrics = Metrics(run.config.log_every, run.tokens_per_step)
     run.fit(metrics, recorder, *callbacks, logger=file)
     with path.open() as lines:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
@@ -164,8 +164,8 @@ def test_the_peak_is_that_of_all_gpus_by_their_name_or_as_it_is_set(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     run = new_run()
     config = Config(max_steps=1, trainer={"accelerator": "cuda"}, **settings)
-    batch = dataclasses.replace(run.batch, devices=4)
-    assert build_metrics(config, batch, run.module.model).peak_tflops == peak
+    batch = Batch(micro_size=1).spread_over(devices=4)
+    assert build_metrics(config, batch, 8, run.module.model).peak_tflops == peak
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "mps"])
@@ -173,10 +173,10 @@ def test_other_devices_have_a_peak_only_if_it_is_set(new_run, monkeypatch, accel
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: pytest.fail("there is no GPU"))
     run = new_run()
     config = Config(max_steps=1, trainer={"accelerator": accelerator})
-    batch = dataclasses.replace(run.batch, devices=2)
-    assert build_metrics(config, batch, run.module.model).peak_tflops is None
+    batch = Batch(micro_size=1).spread_over(devices=2)
+    assert build_metrics(config, batch, 8, run.module.model).peak_tflops is None
     config.peak_tflops = 3.0
-    assert build_metrics(config, batch, run.module.model).peak_tflops == 6.0
+    assert build_metrics(config, batch, 8, run.module.model).peak_tflops == 6.0
 
 
 @pytest.mark.parametrize(("device", "peak"), [("NVIDIA L4", 60e12), ("A GPU of tomorrow", None)])
@@ -185,7 +185,7 @@ def test_utilisation_uses_the_peak_of_the_gpu_that_cuda_names(new_run, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     flops = run.module.model.flops_per_token
     peak_of_one = peak_here("cuda", "32-true")
-    metrics = Metrics(4, run.batch.tokens_per_step, flops, peak_of_one)
+    metrics = Metrics(4, run.tokens_per_step, flops, peak_of_one)
     run.fit(metrics)
     speed = metrics.row["throughput/tokens_per_second"]
     expected = None if peak is None else pytest.approx(speed * flops / peak)

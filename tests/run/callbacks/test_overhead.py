@@ -169,7 +169,7 @@ def test_fewer_tokens_are_named_only_if_they_fill_a_batch(new_run, tmp_path):
     forecast = Forecast(1000.0, Pauses(100, 10.0), Pauses(1, None))  # 18 times too much
 
     def remedy(tokens):
-        counts = {"tokens_per_step": run.batch.tokens_per_step, "val_tokens": tokens}
+        counts = {"tokens_per_step": run.tokens_per_step, "val_tokens": tokens}
         return overhead_of(run, run.checkpoints(tmp_path), **counts)._rarer_validation(forecast)
 
     step_tokens = 4 * run.config.model.block_size

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.distributed.exact_sizes import gradient_copies, has_bucket_copies
@@ -18,8 +19,6 @@ from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Ownership, Sharing
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 
@@ -73,13 +72,13 @@ class Room:
             self.hardware.memory, self.hardware.context, self._copies(world_size, accumulation=1)
         )
 
-    def remedies(self, batch: BatchPlan, config: BatchConfig) -> list[Remedy]:
-        """Return what would fit in place of `batch`, which was planned from `config`.
+    def remedies(self, batch: Batch) -> list[Remedy]:
+        """Return what would fit in place of `batch`.
 
         These are single changes; only if none of them fits are they combinations of two.
         """
         others = [(words, other) for words, other in self._others if self._serves(other, batch)]
-        single = [*_smaller("", self, batch, config)]
+        single = [*_smaller("", self, batch)]
         for words, room in others[:2]:
             single += _as_is(words, room, batch)
         if single:
@@ -88,10 +87,10 @@ class Room:
         for words, room in others[2:]:
             pairs += _as_is(words, room, batch)
         for words, room in others:
-            pairs += _smaller(words, room, batch, config)
+            pairs += _smaller(words, room, batch)
         return pairs
 
-    def _serves(self, other: Room, batch: BatchPlan) -> bool:
+    def _serves(self, other: Room, batch: Batch) -> bool:
         return batch.world_size > 1 or not other.sharing or bool(self.sharing)
 
     @cached_property
@@ -149,33 +148,31 @@ class Room:
         return is_ddp and has_bucket_copies(self.config.strategy, accumulation)
 
 
-def _as_is(words: str, room: Room, batch: BatchPlan) -> Iterator[Remedy]:
+def _as_is(words: str, room: Room, batch: Batch) -> Iterator[Remedy]:
     total = room.memory(batch.micro_size, batch.world_size).total
     if total <= room.hardware.memory:
         yield Remedy(words, total)
 
 
-def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> Iterator[Remedy]:
+def _smaller(words: str, room: Room, batch: Batch) -> Iterator[Remedy]:
     """Yield the largest micro-batch that fits and divides a rank's samples per step."""
     most = min(room.largest_micro_size(batch.world_size), batch.micro_size - 1)
     samples = batch.micro_size * batch.accumulation
-    fixed = config.global_size is not None
-    sizes = [size for size in range(most, 0, -1) if not (fixed and samples % size)]
-    exact = config.exact_micro_size is not None
-    name = "exact_micro_size" if exact else "micro_size"
+    sizes = [size for size in range(most, 0, -1) if batch.grows or samples % size == 0]
+    name = "exact_micro_size" if batch.is_exact else "micro_size"
     for size in sizes:
         total = room.memory(size, batch.world_size).total
-        if total <= room.hardware.memory and _adds_up(config, name, size, batch):
+        if total <= room.hardware.memory and _adds_up(batch, size):
             yield Remedy(f"{words} batch.{name}={size}".strip(), total)
             return
 
 
-def _adds_up(config: BatchConfig, name: str, size: int, batch: BatchPlan) -> bool:
+def _adds_up(batch: Batch, size: int) -> bool:
     """Check whether a run can have micro-batches of this size on this number of devices."""
+    total = None if batch.grows else batch.global_size
     try:
-        settings: dict[str, Any] = {"micro_size": None, name: size}
-        changed = replace(config, **settings)
-        plan_batch(changed, batch.block_size, batch.devices, batch.nodes, batch.tensor_parallel)
+        changed = Batch(total, size, exact_micro_size=size if batch.is_exact else None)
+        changed.spread_over(batch.devices, batch.nodes, batch.tensor_parallel)
     except UserError:
         return False
     return True

@@ -38,9 +38,6 @@ OF_GPT2 = {
     *("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"),
     *("modern_124m", "modern_350m", "modern_1b"),
 }
-BUDGETS = ("max_steps", "max_tokens")
-
-
 WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
 HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
@@ -52,7 +49,7 @@ It accepts the settings of {PROGRAM} train, and these flags:
   --devices LIST    numbers of devices; by default those of 1,2,4,...,1024 that can run it
   --scaling KIND    strong keeps batch.global_size; weak lets it grow with the devices;
                     by default strong if it is set
-  --tokens N        tokens of the run; by default max_steps or max_tokens, if the command or an
+  --tokens N        tokens of the run; by default those of max_steps, if the command or an
                     experiment in it sets one, otherwise 20 per parameter
   --price X         price of one device per hour, in any currency
   --utilisation X   fraction of the dense peak FLOP/s that forward and backward reach;
@@ -113,7 +110,7 @@ def _plan(config: Config, chosen: Chosen, hardware: Hardware, options: Any) -> P
     source = ""
     if tokens:
         source = "by --tokens"
-    elif chosen.budget and (config.max_steps or config.max_tokens):
+    elif chosen.budget:
         tokens, source = budget(config)
     plan = predict(
         config,
@@ -160,7 +157,7 @@ class Chosen:
             folders = [Path(source.path) for source in hydra.runtime.config_sources]
             names.update(_names_in(str(choices.get("experiment")), folders))
         groups = {name.partition(".")[0] for name in names}
-        return cls(str(choices.get("model")), "data" in groups, not names.isdisjoint(BUDGETS))
+        return cls(str(choices.get("model")), "data" in groups, "max_steps" in names)
 
     def vocabulary(self) -> int | None:
         """Return the vocabulary size that the preset implies; None if the data determine it."""
@@ -185,11 +182,8 @@ def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
 
 def budget(config: Config) -> tuple[float, str]:
     """Return the number of tokens of the run, and where it comes from."""
-    if config.max_tokens is not None:
-        return config.max_tokens, f"max_tokens={config.max_tokens}"
     samples = config.batch.global_size or config.batch.micro_size or 1
     whose = "" if config.batch.global_size else ", on one device"
-    assert config.max_steps is not None
     tokens = config.max_steps * samples * config.model.block_size
     line = f"max_steps={config.max_steps} of {samples * config.model.block_size:,} tokens{whose}"
     return tokens, line
@@ -213,6 +207,14 @@ def _show(plan: Plan, options: Any) -> None:
     from lockstep_gpt.extras.cluster import table
 
     if options.json:
-        print(json.dumps(asdict(plan), indent=2))
+        print(json.dumps(_as_json(plan), indent=2))
     else:
         print(table.as_text(plan))
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    values = asdict(plan)
+    names = ("micro_size", "accumulation", "global_size", "devices", "nodes", "tensor_parallel")
+    for row, values_of_row in zip(plan.rows, values["rows"], strict=True):
+        values_of_row["batch"] = {name: getattr(row.batch, name) for name in names}
+    return values

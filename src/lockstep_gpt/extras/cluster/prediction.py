@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.recipe import recipe_of
@@ -27,9 +28,8 @@ from lockstep_gpt.extras.cluster.tracing import AUTOCAST
 from lockstep_gpt.launch.checks import AUTO, DDP
 from lockstep_gpt.launch.resolving import with_precision
 from lockstep_gpt.run.planned_pauses import saves_after, validations_after
-from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.schedule import scaled_lr
 from lockstep_gpt.training.orthogonalization import flops_of
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch, scale_of_rate
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)
@@ -55,7 +55,7 @@ class Pauses:
 class Row:
     """The prediction for one number of devices."""
 
-    batch: BatchPlan
+    batch: Batch
     lr: float  # peak, scaled by optim.lr_scaling
     memory: Memory
     fits: bool
@@ -160,6 +160,7 @@ def _work(room: Room) -> Work:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
         layers=config.model.n_layer,
+        block_size=config.model.block_size,
         flops_per_token=model.flops_per_token,
         gradients=[weight.nbytes for weight in trained],
         states=room.alone.states,
@@ -176,7 +177,7 @@ def _work(room: Room) -> Work:
 
 def pauses(
     config: Config,
-    batch: BatchPlan,
+    batch: Batch,
     time: StepTime,
     states: States,
     hardware: Hardware,
@@ -196,7 +197,8 @@ def pauses(
     validation = None
     tokens = getattr(config.data, "val_tokens", None)
     if tokens is not None:
-        micro_batches = math.ceil(tokens / (batch.tokens_per_step / batch.accumulation))
+        of_step = batch.global_size * config.model.block_size
+        micro_batches = math.ceil(tokens / (of_step / batch.accumulation))
         forward = (1 - BACKWARD_SHARE) * time.compute / batch.accumulation
         validation = micro_batches * forward
     keeps_best = config.checkpoint.keep_best > 0
@@ -261,67 +263,65 @@ class _Planner:
     room: Room
     work: Work
 
-    def scaled(self, world_sizes: Sequence[int], scaling: str | None) -> tuple[str, BatchConfig]:
+    def scaled(self, world_sizes: Sequence[int], scaling: str | None) -> tuple[str, Batch]:
         """Return the kind of scaling, and the batch, which grows only if that is asked for."""
-        batch = self.room.config.batch
-        if batch.global_size is None:
+        configured = self.room.config.batch
+        batch = configured.build()
+        if batch.grows:
             return "weak", batch
-        if scaling != "weak" or batch.exact_micro_size:
+        if scaling != "weak" or batch.is_exact:
             return "strong", batch
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]
         fitting = filter(None, map(self.room.largest_micro_size, several or [1]))
-        size = batch.micro_size or min(batch.global_size, next(fitting, 1))
-        return "weak", replace(batch, micro_size=size, global_size=None)
+        size = configured.micro_size or min(batch.global_size, next(fitting, 1))
+        return "weak", Batch(micro_size=size, reference_size=batch.reference_size)
 
-    def _spread(self, world_size: int, batch: BatchConfig) -> BatchPlan:
+    def _spread(self, world_size: int, batch: Batch) -> Batch:
         devices = min(world_size, self.room.hardware.devices_per_node)
         if world_size % devices:
             raise UserError(
                 f"{world_size} devices are not a whole number of nodes of {devices} each"
             )
         nodes = world_size // devices
-        config = self.room.config
-        return plan_batch(batch, config.model.block_size, devices, nodes, config.tensor_parallel)
+        return batch.spread_over(devices, nodes, self.room.config.tensor_parallel)
 
     def rows(
-        self, world_sizes: Sequence[int], batch: BatchConfig, tokens: float, price: float | None
+        self, world_sizes: Sequence[int], batch: Batch, tokens: float, price: float | None
     ) -> tuple[list[Row], dict[int, str]]:
         """Predict each number of devices that a run can use; return the errors of all others."""
-        one = plan_batch(batch, self.room.config.model.block_size, 1, 1)
-        base = one.tokens_per_step / step_time(self.work, one, self.room.hardware).total
+        one = batch.spread_over(1)
+        base = self._tokens(one) / step_time(self.work, one, self.room.hardware).total
         rows: list[Row] = []
         refused: dict[int, str] = {}
         for world_size in world_sizes:
             try:
                 spread = self._spread(world_size, batch)
-                rows.append(self._row(spread, batch, base, tokens, price))
+                rows.append(self._row(spread, base, tokens, price))
             except UserError as error:
                 refused[world_size] = str(error)
         return rows, refused
 
-    def _row(
-        self,
-        batch: BatchPlan,
-        configured: BatchConfig,
-        base: float,
-        tokens: float,
-        price: float | None,
-    ) -> Row:
+    def _tokens(self, batch: Batch) -> int:
+        """Return the tokens of a step."""
+        return batch.global_size * self.room.config.model.block_size
+
+    def _row(self, batch: Batch, base: float, tokens: float, price: float | None) -> Row:
+        optim = self.room.config.optim
         memory = self.room.memory(batch.micro_size, batch.world_size)
         fits = memory.total <= self.room.hardware.memory
         time = step_time(self.work, batch, self.room.hardware)
-        speed = batch.tokens_per_step / time.total
+        speed = self._tokens(batch) / time.total
         seconds = tokens / speed
         cost = None
         if price is not None:
             cost = tokens / speed / 3600 * batch.world_size * price
         return Row(
             batch=batch,
-            lr=self.room.config.optim.lr * scale_of_rate(self.room.config, batch),
+            lr=scaled_lr(optim.lr, batch, optim.lr_scaling),
             memory=memory,
             fits=fits,
             largest_micro_size=self.room.largest_micro_size(batch.world_size),
-            remedies=[] if fits else self.room.remedies(batch, configured),
+            remedies=[] if fits else self.room.remedies(batch),
             time=time,
             tokens_per_second=speed,
             efficiency=speed / (batch.world_size * base),
@@ -332,7 +332,7 @@ class _Planner:
                 time,
                 self.work.states,
                 self.room.hardware,
-                steps=tokens / batch.tokens_per_step,
+                steps=tokens / self._tokens(batch),
             ),
             cost=cost,
         )

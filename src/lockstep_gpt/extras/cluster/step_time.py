@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.distributed.peaks import in_form
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
-from lockstep_gpt.training.schedule import BatchPlan
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early
@@ -23,6 +23,19 @@ PRODUCT_SIZE = 2  # bytes per element in Muon's products: bfloat16 on GPUs
 
 
 RING, TREE = "ring", "tree"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks that exchange something."""
+
+    devices: int  # per node
+    nodes: int
+
+    @property
+    def world_size(self) -> int:
+        """Total ranks."""
+        return self.devices * self.nodes
 
 
 @dataclass(frozen=True)
@@ -56,35 +69,35 @@ def ring_seconds(size: float, ranks: int, bandwidth: float) -> float:
     return 2 * (ranks - 1) / ranks * size / bandwidth
 
 
-def bandwidth_of_all(batch: BatchPlan, hardware: Hardware) -> float:
+def bandwidth_of_all(ranks: Grid, hardware: Hardware) -> float:
     """Return the bytes per second that flow from rank to rank through all ranks.
 
     NCCL builds several rings or trees through all devices at once. Each enters and leaves a node
     once, through a different adapter. Data flow in small pieces, so the bottleneck decides: the
     link of a device within its node, or all adapters of a node together.
     """
-    within = hardware.intra.bandwidth if batch.devices > 1 else math.inf
-    between = hardware.adapters * hardware.inter.bandwidth if batch.nodes > 1 else math.inf
+    within = hardware.intra.bandwidth if ranks.devices > 1 else math.inf
+    between = hardware.adapters * hardware.inter.bandwidth if ranks.nodes > 1 else math.inf
     return min(within, between) * hardware.link_efficiency
 
 
-def all_reduce_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> tuple[float, str]:
+def all_reduce_seconds(size: float, ranks: Grid, hardware: Hardware) -> tuple[float, str]:
     """Return the time to all-reduce `size` bytes over all ranks, and the faster of two algorithms.
 
     A ring has 2 (N - 1) steps; 2 in each node lead to another node (Thakur et al. 2005). A double
     tree (Sanders et al. 2009) sends each byte twice, up and down a chain in each node and a tree of
     the nodes. NCCL chooses in the same way, with the same step counts (its src/graph/tuning.cc).
     """
-    bandwidth = bandwidth_of_all(batch, hardware)
+    bandwidth = bandwidth_of_all(ranks, hardware)
     within = hardware.intra
     between = hardware.inter
-    steps = 2 * (batch.world_size - 1)
-    crossing = min(steps, 2 * batch.nodes) if batch.nodes > 1 else 0
-    ring = ring_seconds(size, batch.world_size, bandwidth)
+    steps = 2 * (ranks.world_size - 1)
+    crossing = min(steps, 2 * ranks.nodes) if ranks.nodes > 1 else 0
+    ring = ring_seconds(size, ranks.world_size, bandwidth)
     ring += (steps - crossing) * within.latency + crossing * between.latency
     tree = 2 * size / bandwidth
-    tree += 2 * (batch.devices - 1) * _tree_latency(within)
-    tree += 2 * math.ceil(math.log2(batch.nodes)) * _tree_latency(between)
+    tree += 2 * (ranks.devices - 1) * _tree_latency(within)
+    tree += 2 * math.ceil(math.log2(ranks.nodes)) * _tree_latency(between)
     return min((ring, RING), (tree, TREE))
 
 
@@ -92,38 +105,37 @@ def _tree_latency(link: Link) -> float:
     return link.latency if link.tree_latency is None else link.tree_latency
 
 
-def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
+def gather_seconds(size: float, ranks: Grid, hardware: Hardware) -> float:
     """Return the time for a ring to all-gather or reduce-scatter `size` bytes on all ranks.
 
     Each is half of an all-reduce; NCCL does not have trees for them.
     """
-    steps = batch.world_size - 1
-    crossing = batch.nodes - 1
-    seconds = ring_seconds(size, batch.world_size, bandwidth_of_all(batch, hardware)) / 2
+    steps = ranks.world_size - 1
+    crossing = ranks.nodes - 1
+    seconds = ring_seconds(size, ranks.world_size, bandwidth_of_all(ranks, hardware)) / 2
     return seconds + (steps - crossing) * hardware.intra.latency + crossing * hardware.inter.latency
 
 
-def data_ranks(batch: BatchPlan, hardware: Hardware) -> tuple[BatchPlan, Hardware]:
+def data_ranks(batch: Batch, hardware: Hardware) -> tuple[Grid, Hardware]:
     """Return the ranks with which a rank shares the shards of its part, and the links they have.
 
     As many groups of them as a model has parts use a node's adapters at the same time.
     """
     size = batch.tensor_parallel
     devices = max(1, batch.devices // size)
-    ranks = replace(batch, devices=devices, nodes=batch.data_parallel // devices, tensor_parallel=1)
+    ranks = Grid(devices, nodes=batch.data_parallel // devices)
     link = replace(hardware.inter, bandwidth=hardware.inter.bandwidth / size)
     return ranks, replace(hardware, inter=link)
 
 
-def tensor_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
+def tensor_seconds(size: float, batch: Batch, hardware: Hardware) -> float:
     """Return the time of `size` bytes of all-reduces over the ranks that split a model.
 
     They are long enough for latency not to count. The ranks are neighbors, on one node if it has
     enough devices.
     """
     devices = min(batch.tensor_parallel, batch.devices)
-    nodes = batch.tensor_parallel // devices
-    ranks = replace(batch, devices=devices, nodes=nodes, tensor_parallel=1)
+    ranks = Grid(devices, nodes=batch.tensor_parallel // devices)
     return ring_seconds(size, batch.tensor_parallel, bandwidth_of_all(ranks, hardware))
 
 
@@ -171,6 +183,7 @@ class Work:
     """The work of a run, for any number of devices."""
 
     layers: int
+    block_size: int  # tokens of a sample
     flops_per_token: int
     gradients: list[int]  # bytes of each parameter's gradient, in the model's order
     states: States
@@ -184,13 +197,13 @@ class Work:
     tensor_sums: int = 0  # bytes that tensor ranks add up for each token, one block after another
 
 
-def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
+def step_time(work: Work, batch: Batch, hardware: Hardware) -> StepTime:
     """Predict one optimizer step.
 
     Forward and backward take their operations over the speed that is reached, which is the peak of
     the precision times the utilization, or as long as the host needs to start their kernels.
     """
-    tokens = batch.micro_size * batch.block_size
+    tokens = batch.micro_size * work.block_size
     speed = hardware.flops(work.precision) * hardware.utilisation
     operations = tokens * work.flops_per_token / batch.tensor_parallel
     micro_step = max(operations / speed, work.layers * hardware.launch)
@@ -198,13 +211,14 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     moved = update_seconds(work, hardware)
     products = muon_seconds(work, hardware)
     update = moved + products
+    everyone = Grid(batch.devices, batch.nodes)
     if batch.world_size == 1:
         exchange = 0.0
         algorithm = ""
         exposed = 0.0
     elif work.sharing:
         ranks, links = data_ranks(batch, hardware)
-        exchange, exposed = _sharded(work.sharing, ranks, links, micro_step)
+        exchange, exposed = _sharded(work.sharing, ranks, links, micro_step, batch.accumulation)
         matrices = _exchanged_matrices(work.sharing, ranks, links)
         exchange += matrices
         exposed += matrices
@@ -216,11 +230,11 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         # Each tensor rank orthogonalizes whole matrices.
         update = moved / batch.world_size + products / batch.data_parallel
     else:
-        exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
+        exchange, algorithm, exposed = _reduced(work, everyone, hardware, micro_step)
         if work.ownership:
             update = moved + work.ownership.largest_share(batch.world_size) * products
             # Some of it overlaps with the products of the next shape.
-            gather = gather_seconds(work.ownership.updates, batch, hardware)
+            gather = gather_seconds(work.ownership.updates, everyone, hardware)
             exchange += gather
             exposed += gather
     return StepTime(
@@ -252,14 +266,14 @@ def muon_seconds(work: Work, hardware: Hardware) -> float:
 
 
 def _reduced(
-    work: Work, batch: BatchPlan, hardware: Hardware, micro_step: float
+    work: Work, ranks: Grid, hardware: Hardware, micro_step: float
 ) -> tuple[float, str, float]:
     """Return the all-reduce seconds, the largest bucket's algorithm, and the exposed seconds.
 
     Gradients are reduced once per step, during the backward of the last micro-step.
     """
     sizes = buckets(work.gradients, work.bucket_cap_mb)
-    reduced = [all_reduce_seconds(size * work.compression, batch, hardware) for size in sizes]
+    reduced = [all_reduce_seconds(size * work.compression, ranks, hardware) for size in sizes]
     seconds = [duration for duration, _ in reduced]
     _, algorithm = max(reduced)
     exposed = exposed_seconds(sizes, seconds, BACKWARD_SHARE * micro_step)
@@ -267,7 +281,7 @@ def _reduced(
 
 
 def _sharded(
-    sharing: Sharing, batch: BatchPlan, hardware: Hardware, micro_step: float
+    sharing: Sharing, ranks: Grid, hardware: Hardware, micro_step: float, accumulation: int
 ) -> tuple[float, float]:
     """Return the seconds of gathers and scatters, and how many of them are exposed.
 
@@ -278,7 +292,7 @@ def _sharded(
     """
 
     def seconds(elements: int, size: int) -> float:
-        return gather_seconds(elements * size, batch, hardware)
+        return gather_seconds(elements * size, ranks, hardware)
 
     count = max(1, sharing.blocks)
     gather = seconds(sharing.block, sharing.gathered_size)
@@ -301,11 +315,11 @@ def _sharded(
     earlier_exposed = exposed
     if sharing.adds_whole:
         earlier_exchange, earlier_exposed = micro_step_seconds(scatter=0.0, scattered_rest=0.0)
-    earlier = batch.accumulation - 1
+    earlier = accumulation - 1
     return earlier * earlier_exchange + exchange, earlier * earlier_exposed + exposed
 
 
-def _exchanged_matrices(sharing: Sharing, batch: BatchPlan, hardware: Hardware) -> float:
+def _exchanged_matrices(sharing: Sharing, ranks: Grid, hardware: Hardware) -> float:
     """Return the seconds in which Muon's matrices meet on their owners, and their updates return.
 
     In each round, every rank receives a matrix and sends one back, in the type of the products. As
@@ -313,6 +327,6 @@ def _exchanged_matrices(sharing: Sharing, batch: BatchPlan, hardware: Hardware) 
     """
     if not sharing.matrices:
         return 0.0
-    rounds = math.ceil(sharing.matrices / batch.world_size)
-    size = PRODUCT_SIZE * sharing.matrix_elements / batch.world_size / rounds
-    return 2 * rounds * gather_seconds(size, batch, hardware)
+    rounds = math.ceil(sharing.matrices / ranks.world_size)
+    size = PRODUCT_SIZE * sharing.matrix_elements / ranks.world_size / rounds
+    return 2 * rounds * gather_seconds(size, ranks, hardware)

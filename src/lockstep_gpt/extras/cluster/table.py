@@ -83,7 +83,7 @@ def _tokens(plan: Plan) -> str:
         )
     return (
         f"{amount(plan.tokens)}, {point} {source}, because neither the command nor its experiment "
-        "sets max_steps or max_tokens"
+        "sets max_steps"
     )
 
 

@@ -11,10 +11,8 @@ from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.run.directory import differences, some_of
-from lockstep_gpt.training.schedule import BatchPlan, plan_steps
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
-LENGTH = ("max_steps", "max_tokens")
 TURNS = "turns"  # the key of a checkpoint of a mixture's run
 RULE = "share tree"  # by which the sources take turns
 
@@ -23,8 +21,7 @@ def samples_of(config: Config) -> int:
     """Return the training windows of a whole run whose global batch is decided."""
     size = config.batch.global_size
     assert size is not None, "frozen"
-    batch = BatchPlan(size, 1, 1, 1, config.model.block_size)
-    return plan_steps(config, batch) * size
+    return config.max_steps * size
 
 
 def order_of(config: Config, folder: Path) -> MixedOrder:
@@ -74,6 +71,5 @@ def _sources(data: Any) -> dict[str, Any]:
 
 
 def _deciding(config: Config) -> dict[str, Any]:
-    of_run = {name: getattr(config, name) for name in LENGTH}
     of_mixture = {f"data.{name}": getattr(config.data, name) for name in DECIDING}
-    return {**of_run, **of_mixture}
+    return {"max_steps": config.max_steps, **of_mixture}

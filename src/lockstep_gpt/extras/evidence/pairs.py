@@ -22,7 +22,6 @@ from lockstep_gpt.launch import compose, start
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.quoting import quote_value
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training import schedule
 
 OURS = ("run_dir", "run_name", "resume")  # settings that a comparison sets itself
 
@@ -52,10 +51,9 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
     def job(composed: DictConfig) -> None:
         values, config = compose.resolve_config(composed)
         placement, batch = start.place_run(config)
-        steps = schedule.plan_steps(config, batch)
         data = {**values["data"], "fingerprint": start.prepare_data(config)}
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
-        tokens = steps * batch.tokens_per_step
+        tokens = config.max_steps * batch.global_size * (config.tokens_per_sample or 0)
         setting = Setting(side.name, {**values, "data": data}, tokens, typed)
         plans.append(Plan(setting, config, placement))
 

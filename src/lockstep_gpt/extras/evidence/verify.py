@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.distributed.exact_sizes import exact_world_sizes
+from lockstep_gpt.batch import exact_world_sizes
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.evidence import rounding
 from lockstep_gpt.extras.evidence.differences import (

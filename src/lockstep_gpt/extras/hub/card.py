@@ -15,7 +15,7 @@ from lockstep_gpt.run.loggers.tracking import git_state
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
 MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export
-SINGLE = ("seed", "max_steps", "max_tokens", "precision")
+SINGLE = ("seed", "max_steps", "precision")
 
 
 def model_card(content: dict[str, Any], model: GPT, source: Path, code: str | None) -> str:

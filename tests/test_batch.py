@@ -1,0 +1,181 @@
+import copy
+import dataclasses
+import doctest
+import pickle
+import re
+import subprocess
+import sys
+
+import lightning
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lockstep_gpt import batch as tested
+from lockstep_gpt.batch import Batch
+from lockstep_gpt.errors import UserError
+
+SIZES = st.integers(1, 64)
+
+
+@given(micro=SIZES, devices=SIZES, nodes=SIZES, accumulation=SIZES)
+def test_a_global_size_that_divides_is_reached_exactly(
+    micro: int, devices: int, nodes: int, accumulation: int
+) -> None:
+    size = micro * devices * nodes * accumulation
+    spread = Batch(size, micro).spread_over(devices, nodes)
+    assert (spread.micro_size, spread.accumulation, spread.global_size) == (
+        micro,
+        accumulation,
+        size,
+    )
+    assert (spread.devices, spread.nodes, spread.world_size) == (devices, nodes, devices * nodes)
+
+
+@given(size=SIZES, devices=SIZES)
+def test_without_a_micro_size_each_device_has_its_part(size: int, devices: int) -> None:
+    spread = Batch(size * devices).spread_over(devices)
+    assert (spread.micro_size, spread.accumulation) == (size, 1)
+
+
+@given(micro=SIZES, devices=SIZES, nodes=SIZES, size=st.integers(1, 10_000))
+def test_sizes_named_in_an_error_are_the_nearest_valid_ones(
+    micro: int, devices: int, nodes: int, size: int
+) -> None:
+    step = micro * devices * nodes
+    if size % step == 0:
+        return
+    with pytest.raises(UserError) as refusal:
+        Batch(size, micro).spread_over(devices, nodes)
+    remedies = str(refusal.value).split("nearest: ")[1]
+    named = [int(number) for number in re.findall(r"\d+", remedies.split(", or keep")[0])]
+    assert named == [near for near in (size // step * step, size // step * step + step) if near]
+    for near in named:
+        assert Batch(near, micro).spread_over(devices, nodes).global_size == near
+    smaller = [m for m in range(1, micro + 1) if size % (m * devices * nodes) == 0]
+    offered = re.findall(r"batch\.micro_size=(\d+)", remedies)
+    assert offered == ([str(max(smaller))] if smaller else [])
+
+
+def test_an_error_is_one_line_with_value_rule_and_remedies() -> None:
+    with pytest.raises(UserError) as refusal:
+        Batch(global_size=100, micro_size=12).spread_over(devices=2, nodes=2)
+    assert str(refusal.value) == (
+        "batch.global_size=100 is not divisible by batch.micro_size=12 x 2 devices x 2 nodes = 48; "
+        "nearest: batch.global_size=96 or 144, or keep it with batch.micro_size=5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({}, "batch.micro_size=null and batch.global_size=null leave it open; set one of them"),
+        ({"global_size": 0}, "batch.global_size=0 must be at least 1"),
+        ({"global_size": "8"}, "batch.global_size=8 must be a whole number"),
+        ({"global_size": True}, "batch.global_size=true must be a whole number"),
+        ({"micro_size": 1.5}, "batch.micro_size=1.5 must be a whole number"),
+        (
+            {"micro_size": 10**16},
+            f"batch.micro_size={10**16} must be at most {10**15}",
+        ),
+        ({"micro_size": 1, "reference_size": 0}, "batch.reference_size=0 must be at least 1"),
+        ({"micro_size": 1, "exact_threads": 9999}, "batch.exact_threads=9999 must be at most 4096"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_before_devices_are_known(
+    arguments: dict[str, int], line: str
+) -> None:
+    with pytest.raises(UserError) as refusal:
+        Batch(**arguments)
+    assert str(refusal.value) == line
+
+
+@pytest.mark.parametrize("name", ["accumulation", "world_size", "data_parallel", "devices"])
+def test_what_depends_on_devices_is_refused_before_they_are_known(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"depends on the devices; call batch\.spread_over"):
+        getattr(Batch(8), name)
+
+
+def test_what_does_not_depend_on_devices_is_known_at_once() -> None:
+    assert Batch(48).global_size == 48
+    assert Batch(48, 4).micro_size == 4
+    assert Batch(48, exact_micro_size=2).micro_size == 2
+    with pytest.raises(RuntimeError, match=r"Batch\.micro_size depends"):
+        Batch(48).micro_size  # noqa: B018
+    with pytest.raises(RuntimeError, match=r"Batch\.micro_size depends|Batch\.devices depends"):
+        Batch(micro_size=4).global_size  # noqa: B018
+
+
+def test_a_batch_can_be_spread_again() -> None:
+    for batch in (Batch(48), Batch(48, 4), Batch(micro_size=4), Batch(32, exact_micro_size=2)):
+        assert batch.spread_over(4).spread_over(2) == batch.spread_over(2)
+
+
+def test_a_batch_is_frozen_and_equal_to_its_copies() -> None:
+    batch = Batch(48, 4, reference_size=24).spread_over(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.reference_size = 1  # type: ignore[misc]
+    assert batch == copy.deepcopy(batch) == pickle.loads(pickle.dumps(batch))
+    assert {batch: 1}[copy.copy(batch)] == 1
+    assert batch != Batch(48, 4, reference_size=24)
+    assert repr(batch) == (
+        "Batch(global_size=48, micro_size=4, reference_size=24) over 2 devices x 1 node"
+    )
+
+
+def test_a_fixed_global_batch_of_128_on_4_devices_is_32_each() -> None:
+    batch = Batch(128, 32).spread_over(devices=4)
+    assert (batch.accumulation, batch.global_size // batch.world_size) == (1, 32)
+    assert not batch.grows
+
+
+def test_a_free_global_batch_grows_with_the_devices() -> None:
+    batch = Batch(micro_size=32).spread_over(devices=4)
+    assert (batch.global_size, batch.grows, batch.is_exact) == (128, True, False)
+
+
+class Steps(BoringModel):
+    """Notes after which optimizer steps it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def on_validation_start(self) -> None:
+        self.validated.append(self.trainer.global_step)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_plain_trainer_validates_after_the_same_steps_on_any_number_of_devices(
+    devices: int, tmp_path: object
+) -> None:
+    batch = Batch(8, 2).spread_over(devices)
+    module = Steps()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,  # one of them
+        max_steps=7,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(tmp_path),
+        **batch.trainer_arguments(val_every=3),
+    )
+    trainer.fit(module)
+    assert trainer.accumulate_grad_batches == 4 // devices
+    assert module.validated == [3, 6]
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    code = "import sys, lockstep_gpt.batch, lockstep_gpt.schedule; exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_examples_run() -> None:
+    result = doctest.testmod(tested)
+    assert result.attempted > 3
+    assert result.failed == 0
