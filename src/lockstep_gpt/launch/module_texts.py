@@ -40,6 +40,7 @@ class Text:
 
     code: bytes
     bindings: Bindings
+    is_changed: bool  # whether something at import may change what it binds
     stars: tuple[ast.ImportFrom, ...]  # each `from x import *`
     exported: frozenset[str] | None  # the names in `__all__`; None: it has none, or isn't plain
 
@@ -122,7 +123,36 @@ def _parse(code: bytes) -> Text | None:
         if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*"
     )
     bindings = bindings_in(tree.body)
-    return Text(code, bindings, stars, _exported(bindings))
+    return Text(code, bindings, _is_changed(code, tree), stars, _exported(bindings))
+
+
+def _is_changed(code: bytes, tree: ast.Module) -> bool:
+    """Return whether a module, when imported, may change what its own names stand for.
+
+    Code in a function or a class counts if the module's own statements or decorators use it.
+    """
+    lines = {code.count(b"\n", 0, found.start()) + 1 for found in HIDDEN_CHANGES.finditer(code)}
+    if not lines:
+        return False
+    changing: set[str] = set()
+    used: set[str] = set()
+    for statement in tree.body:
+        is_there = not lines.isdisjoint(range(statement.lineno, (statement.end_lineno or 0) + 1))
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if is_there:
+                changing.add(statement.name)
+            run_at_import: list[ast.expr] = statement.decorator_list
+            used |= {name for node in run_at_import for name in _names(node)}
+        else:
+            is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if is_there and not is_text:
+                return True
+            used |= {*_names(statement)}
+    return not changing.isdisjoint(used)
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    return (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
 
 
 def hides_submodule(package: ModuleSpec, name: str) -> bool:
@@ -138,13 +168,12 @@ def hides_submodule(package: ModuleSpec, name: str) -> bool:
         return True
     if re.search(rb"^\s*%b\s*(?::[^=\n]+)?=(?!=)" % word, code, re.MULTILINE):
         return True
-    if any(match[1] != name.encode() for match in re.finditer(rb"(\S+)\s+as\s+%b\b" % word, code)):
-        return True
     own = (b".", package.name.encode())
-    for match in re.finditer(rb"\bfrom\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", code):
-        if match[1] not in own and re.search(rb"\b%b\b" % word, match[2]):
-            return True
-    return False
+    same = (name.encode(), b"%b.%b" % (own[1], name.encode()))
+    if any(found[1] not in same for found in re.finditer(rb"(\S+)\s+as\s+%b\b" % word, code)):
+        return True
+    imports = re.finditer(rb"\bfrom\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", code)
+    return any(found[1] not in own and re.search(rb"\b%b\b" % word, found[2]) for found in imports)
 
 
 def _exported(bindings: Bindings) -> frozenset[str] | None:

@@ -13,7 +13,6 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from lockstep_gpt.launch.module_texts import (
-    HIDDEN_CHANGES,
     Binding,
     Bindings,
     bindings_in,
@@ -47,7 +46,12 @@ KEEPING_CLASS = {"typing.final", "typing.runtime_checkable", "typing_extensions.
 DATACLASS = "dataclasses.dataclass"
 NAMED_TUPLE = "typing.NamedTuple"
 # Classes that take whatever the `__init__` of a class derived from them takes.
-ABOVE_ALL = ("abc.ABC", "typing.Generic", "builtins.object")
+ABOVE_ALL = (
+    "abc.ABC",
+    "builtins.object",
+    "typing.Generic",
+    *(f"typing.{name}" for name in ("Hashable", "Iterable", "Iterator", "Mapping", "Sequence")),
+)
 KNOWN_BASES = (*ABOVE_ALL, "builtins.Exception", "builtins.dict", "builtins.list")
 PLAIN_KINDS: dict[str, type] = {
     "builtins.bool": bool,
@@ -181,9 +185,10 @@ def _in_module(module: ModuleSpec, name: str) -> Found:
         raise UnknownError
     if name in text.bindings:
         binding = _only(text.bindings[name])
-        if not binding.only_for_types and HIDDEN_CHANGES.search(text.code):
+        if text.is_changed and not binding.only_for_types:
             raise UnknownError
-        if _is_global_elsewhere(name, text.code) or _comes_later(text.stars, binding):
+        later = [star for star in text.stars if star.lineno > binding.statement.lineno]
+        if _is_global_elsewhere(name, text.code) or _bringing(module, later, name):
             raise UnknownError
         found = _meaning(binding, name, module)
         is_same = isinstance(found, ModuleSpec) and inside and found.name == inside.name
@@ -204,25 +209,25 @@ def _is_global_elsewhere(name: str, code: bytes) -> bool:
     )
 
 
-def _comes_later(stars: Iterable[ast.ImportFrom], binding: Binding) -> bool:
-    return any(star.lineno > binding.statement.lineno for star in stars)
-
-
 def _from_stars(module: ModuleSpec, stars: Iterable[ast.ImportFrom], name: str) -> Found:
     """Return what a name stands for that one of several `from x import *` brings."""
-    sources = [_imported(module, star) for star in stars]
-    having = []
-    for source in sources:
-        text = text_of(source)
-        if text is None or text.stars:
-            raise UnknownError
-        if text.exported is None and ("__all__" in text.bindings or name.startswith("_")):
-            raise UnknownError
-        if name in (text.bindings if text.exported is None else text.exported):
-            having.append(source)
-    if len(having) != 1:
+    sources = _bringing(module, stars, name)
+    if len(sources) != 1:
         raise UnknownError
-    return _in_module(having[0], name)
+    return _in_module(sources[0], name)
+
+
+def _bringing(module: ModuleSpec, stars: Iterable[ast.ImportFrom], name: str) -> list[ModuleSpec]:
+    """Return the modules from which some `from x import *` bring a name."""
+    bringing = []
+    for source in (_imported(module, star) for star in stars):
+        text = text_of(source)
+        if text is None or (text.exported is None and (text.stars or "__all__" in text.bindings)):
+            raise UnknownError
+        public = {bound for bound in text.bindings if not bound.startswith("_")}
+        if name in (public if text.exported is None else text.exported):
+            bringing.append(source)
+    return bringing
 
 
 def _imported(module: ModuleSpec, statement: ast.ImportFrom) -> ModuleSpec:
