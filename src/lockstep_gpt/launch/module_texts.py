@@ -100,9 +100,16 @@ def code_of(module: ModuleSpec) -> bytes | None:
     if file.suffix != ".py":
         return None
     try:
-        return file.read_bytes()
+        version = file.stat()
+        return _read(file, version.st_mtime_ns, version.st_size)
     except OSError:  # such as a module in an archive
         return None
+
+
+@cache
+def _read(file: Path, _mtime: int, _size: int) -> bytes:
+    """Return a file's bytes. Someone who works in a notebook may change it between two calls."""
+    return file.read_bytes()
 
 
 def text_of(module: ModuleSpec) -> Text | None:
@@ -111,7 +118,7 @@ def text_of(module: ModuleSpec) -> Text | None:
     return None if code is None else _parse(code)
 
 
-@cache  # by the text: in a notebook, a file may change between two calls
+@cache
 def _parse(code: bytes) -> Text | None:
     try:
         tree = ast.parse(code)
@@ -231,24 +238,28 @@ def _last_word(node: ast.expr) -> str | None:
 
 def _bound_names(statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement itself binds or deletes, without those in its branches."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in _own_nodes(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-            yield node.id
-        if isinstance(node, ast.alias):
-            yield node.asname or node.name.partition(".")[0]
-        if isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-            yield node.name
-        if isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            for alias in aliases:
+                yield alias.asname or alias.name.partition(".")[0]
+        case ast.Expr(value=ast.Constant()):  # a text
+            return
+        case _:
+            yield from _stored_names(statement)
 
 
-def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a statement that are no statements."""
+def _stored_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement's own parts bind, as targets do, and `:=`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt | ast.Lambda):
             continue
-        yield child
-        yield from _own_nodes(child)
+        if isinstance(child, ast.Name):
+            if not isinstance(child.ctx, ast.Load):
+                yield child.id
+            continue
+        if isinstance(child, ast.MatchAs | ast.MatchStar | ast.ExceptHandler) and child.name:
+            yield child.name
+        if not isinstance(child, ast.Constant | ast.expr_context):
+            yield from _stored_names(child)

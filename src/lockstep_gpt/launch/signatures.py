@@ -45,6 +45,7 @@ KEEPING = {
 KEEPING_CLASS = {"typing.final", "typing.runtime_checkable", "typing_extensions.final"}
 DATACLASS = "dataclasses.dataclass"
 NAMED_TUPLE = "typing.NamedTuple"
+PROTOCOL = "typing.Protocol"
 # Classes that take whatever the `__init__` of a class derived from them takes.
 ABOVE_ALL = (
     "abc.ABC",
@@ -52,7 +53,22 @@ ABOVE_ALL = (
     "typing.Generic",
     *(f"typing.{name}" for name in ("Hashable", "Iterable", "Iterator", "Mapping", "Sequence")),
 )
-KNOWN_BASES = (*ABOVE_ALL, "builtins.Exception", "builtins.dict", "builtins.list")
+OTHER_BASES = ("builtins.Exception", "builtins.dict", "builtins.list", NAMED_TUPLE, PROTOCOL)
+# Long texts of usual bases, which need no reading if a class has its own `__init__`.
+USUAL_BASES = {
+    "torch.nn.Module": "torch.nn.modules.module.Module",
+    "torch.nn.modules.module.Module": "torch.nn.modules.module.Module",
+    **{
+        f"{package}.{name}": f"{package}.{place}.{name}"
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for name, place in {
+            "LightningModule": "core.module",
+            "LightningDataModule": "core.datamodule",
+        }.items()
+    },
+    "lightning.LightningModule": "lightning.pytorch.core.module.LightningModule",
+    "lightning.LightningDataModule": "lightning.pytorch.core.datamodule.LightningDataModule",
+}
 PLAIN_KINDS: dict[str, type] = {
     "builtins.bool": bool,
     "builtins.float": float,
@@ -384,12 +400,10 @@ def _of_class(found: Class) -> Signature | None:
     """Return what a class takes: what the first `__init__` of it and its bases does."""
     mro = _mro(found)
     for kind in mro:
-        if kind == "typing.Protocol":
-            raise UnknownError  # of the class itself, since one with a base is no base
         if isinstance(kind, str):
             if kind in ABOVE_ALL:
                 continue
-            raise UnknownError
+            return signature_of(kind) if kind in USUAL_BASES.values() else None
         if "__init__" in kind.bindings:
             if NAMED_TUPLE in mro:
                 raise UnknownError  # what makes the tuple takes the arguments, too
@@ -441,9 +455,15 @@ def _base(node: ast.expr, module: ModuleSpec) -> Class | str:
     """Return a class that another one has as its base."""
     if isinstance(node, ast.Subscript):  # Generic[T]
         node = node.value
-    name = _full_name(node, module)
-    if name in (*KNOWN_BASES, NAMED_TUPLE):
-        return str(name)
+    name = _full_name(node, module) or ""
+    if name.startswith("collections.abc.") and not name.endswith("View"):
+        return ABOVE_ALL[0]
+    if name in (*ABOVE_ALL, *OTHER_BASES):
+        return name
+    if name in USUAL_BASES:
+        return USUAL_BASES[name]
+    if name.startswith("typing."):
+        raise UnknownError
     found = _named(node, module)
     if not isinstance(found, Class):
         raise UnknownError
@@ -587,12 +607,12 @@ def _values(
         value = ast.literal_eval(default)
     except (ValueError, TypeError):
         return None
-    if value is None:
+    if value is None or value in values.choices or type(value) in values.kinds:
         return values
     if type(value) not in PLAIN_KINDS.values():
         return None
-    if values.choices and not values.kinds:
-        return Values(values.kinds, tuple(dict.fromkeys((*values.choices, value))))
+    if values.choices:
+        return Values(values.kinds, (*values.choices, value))
     return Values(values.kinds | {type(value)}, values.choices)
 
 

@@ -16,7 +16,13 @@ from lockstep_gpt.catalog import extra_of_target, how_to_add
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.module_texts import names_in, submodule, submodules, top_module
+from lockstep_gpt.launch.module_texts import (
+    hides_submodule,
+    names_in,
+    submodule,
+    submodules,
+    top_module,
+)
 from lockstep_gpt.launch.signatures import Signature, Values, signature_of
 from lockstep_gpt.optional import refuse_absent
 from lockstep_gpt.settings import as_typed
@@ -79,18 +85,21 @@ def refuse_mistakes(
         given: a node's dotted name, in which `*` stands for any part of it -> arguments that code
             adds to it, so that none of them lacks; `("*",)`: code may add any.
     """
-    for path, node, is_for_code in _nodes(values, ""):
-        target = node["_target_"]
-        mistake = mistake_in(target)
+    nodes = [*_nodes(values, "")]
+    for path, node, _ in nodes:
+        mistake = mistake_in(node["_target_"])
         if mistake:
-            raise UserError(f"{_join(path, '_target_')}={target}: {mistake}")
-        signature = signature_of(target)
+            raise UserError(f"{_join(path, '_target_')}={node['_target_']}: {mistake}")
+    for path, node, is_for_code in nodes:
+        target = node["_target_"]
+        added = _added(path, given or {})
+        may_lack = not is_for_code and "*" not in added
+        signature = signature_of(target) if may_lack or _arguments(node) else None
         if signature is None:
             continue
         called = target.rpartition(".")[2]
         _refuse_unknown(path, node, called, signature)
-        added = _added(path, given or {})
-        if not is_for_code and "*" not in added:
+        if may_lack:
             _refuse_lacking(path, node, called, signature, added)
         _refuse_other_kinds(path, node, signature)
 
@@ -237,7 +246,7 @@ def _rule(value: Any, values: Values) -> str:
     """Return what a value must be."""
     choices = [as_typed(choice) for choice in values.choices]
     if not values.kinds:
-        near = get_close_matches(as_typed(value), choices, n=1)
+        near = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"is not one of {', '.join(choices)}{hint}"
     shown = values.kinds - {int} if float in values.kinds else values.kinds
@@ -267,6 +276,7 @@ def mistake_in(target: str) -> str | None:
     if module is None:
         installed = metadata.packages_distributions()
         return f"there is no module {top}{_suggestion(top, installed)}"
+    may_be_other = False  # whether what imports find is not this module, but something of its name
     for word in words[1:]:
         try:
             child = submodule(module, word)
@@ -274,10 +284,11 @@ def mistake_in(target: str) -> str | None:
             return None
         if child is None:
             names = names_in(module)
-            if names is None or word in names:
+            if names is None or word in names or may_be_other:
                 return None
             siblings = [*names, *submodules(module)]
             return f"{module.name} has no {word}{_suggestion(word, siblings)}"
+        may_be_other = hides_submodule(module, word)
         module = child
     return None
 
