@@ -44,8 +44,8 @@ UNKNOWN_NAMES = {
     "which is not chosen here",
     "trainer.max_steps=5": "trainer.max_steps=5 cannot be set there; set max_steps instead",
     "+trainer.precision=64": "trainer.precision=64 cannot be set there; set precision instead",
-    "+trainer.profile=simple": "trainer.profile=simple is not an argument of Lightning's Trainer; "
-    "did you mean trainer.profiler?",
+    "+trainer.profile=simple": "trainer.profile=simple: Trainer has no argument profile; "
+    "did you mean profiler?",
     f"{SAMPLE}={ORDER}.Ordr": f"{SAMPLE}={ORDER}.Ordr: {ORDER} has no Ordr; did you mean Order?",
     "--mulitrun": f"--mulitrun {NO_FLAG}; did you mean --multirun?",
     "--devices=2": f"--devices=2 {NO_FLAG}; did you mean trainer.devices?",

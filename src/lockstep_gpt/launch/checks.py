@@ -10,7 +10,6 @@ from lockstep_gpt.launch import (
     apple,
     refused_callbacks,
     targets,
-    trainer_arguments,
     variables,
 )
 from lockstep_gpt.launch.placement import Placement
@@ -40,8 +39,7 @@ def refuse_conflicts(config: Config) -> None:
         _refuse_other_sums(config)
     if config.strategy.get("_target_") == FSDP2:
         _refuse_unshardable(config)
-    targets.refuse_missing(config)
-    trainer_arguments.refuse_unknown(config)
+    targets.refuse_mistakes_in(config)
     refused_callbacks.refuse_other_experiments(config)
     for check_config in additions(CHECK):
         check_config(config)

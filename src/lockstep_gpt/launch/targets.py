@@ -1,71 +1,267 @@
-"""Finds a `_target_` that doesn't exist, without importing what it names, such as torch."""
+"""Finds mistakes in `_target_` nodes before ranks start, without importing what they name.
 
-import ast
-import importlib.util
-import pkgutil
-import re
-import sys
-from collections.abc import Iterable, Iterator
+A node names a class or a function, and its other keys are the arguments. The text of a module shows
+whether the name exists, which arguments there are, which must be given, and often of which kind
+they are. What only an import can tell is left to the ranks.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
-from functools import cache
+from fnmatch import fnmatchcase
 from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.catalog import extra_of_target, how_to_add
 from lockstep_gpt.config import Config
+from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import refuse_absent
-
-# Code that can give a module names which its text doesn't show.
-HIDDEN_NAMES = re.compile(
-    rb"import \*|__getattr__(?!\(self)|globals\(|sys\.modules|\bexec\(|\bvars\(\)"
+from lockstep_gpt.launch.module_texts import (
+    hides_submodule,
+    names_in,
+    submodule,
+    submodules,
+    top_module,
 )
+from lockstep_gpt.launch.signatures import Signature, Values, signature_of
+from lockstep_gpt.optional import refuse_absent
+from lockstep_gpt.settings import as_typed
+
 # Lightning's logger -> its library, an optional dependency of the same name.
 TRACKERS = {"MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard"}
+HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+UNSET = "???"  # what OmegaConf calls missing
+ANY = ("*",)  # of the arguments that code adds: it may add every one
+MOST_LISTED = 8  # arguments in an error
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+# Node -> arguments that our code adds: see training/building.py and training/batches.py.
+GIVEN = {
+    "callbacks.*": ("seed", "monitored", "tokenizer"),
+    "logger.*": ("directory", "config", "model", "save_dir", "run_name", "guard", "run_id"),
+    "strategy": ("accelerator", "world_size", "exact_threads"),
+    "data": (
+        "batch",
+        "micro_size",
+        "seed",
+        "block_size",
+        *(item.name for item in fields(DataConfig)),
+    ),
+    "packing": ANY,
+}
 
 
-def refuse_missing(config: Config) -> None:
-    """Raise a `UserError` for a `_target_` that ranks could not import."""
-    nodes = {
+def refuse_mistakes_in(config: Config) -> None:
+    """Raise a `UserError` for a mistake in a `_target_` node of a run."""
+    given: dict[str, Collection[str]] = {**GIVEN}
+    data: dict[str, Any] = {"_target_": config.data._target_}
+    if isinstance(config.data, DataModuleConfig):  # an experiment may set some of our sources'
+        of_sources = {item.name for item in fields(DataConfig)}
+        arguments = config.data.arguments.items()
+        data |= {name: value for name, value in arguments if name not in of_sources}
+    else:
+        given["data"] = ANY
+    if config.trains_gpt:
+        given["module"] = ANY
+    values = {
         "callbacks": config.callbacks,
-        "data": {"_target_": config.data._target_},
+        "data": data,
         "logger": config.logger,
         "module": config.module,
         "packing": {"_target_": config.packing._target_},
         "strategy": config.strategy,
         "trainer": config.trainer,
     }
-    for group, node in nodes.items():
-        for name, target in _targets(node, group):
-            mistake = _mistake_in(target)
-            if mistake:
-                raise UserError(f"{name}={target}: {mistake}")
+    refuse_mistakes(values, given)
+
+
+def refuse_mistakes(
+    values: Mapping[str, Any], given: Mapping[str, Collection[str]] | None = None
+) -> None:
+    """Raise a `UserError` for the first mistake in any `_target_` node of a configuration.
+
+    Args:
+        values: the configuration as plain dictionaries, lists, and values.
+        given: a node's dotted name, in which `*` stands for any part of it -> arguments that code
+            adds to it, so that none of them lacks; `("*",)`: code may add any.
+    """
+    nodes = [*_nodes(values, "")]
+    for path, node, _ in nodes:
+        mistake = mistake_in(node["_target_"])
+        if mistake:
+            raise UserError(f"{_join(path, '_target_')}={node['_target_']}: {mistake}")
+    for path, node, is_for_code in nodes:
+        target = node["_target_"]
+        added = _added(path, given or {})
+        may_lack = not is_for_code and "*" not in added
+        signature = signature_of(target) if may_lack or _arguments(node) else None
+        if signature is None:
+            continue
+        called = target.rpartition(".")[2]
+        _refuse_unknown(path, node, called, signature)
+        if may_lack:
+            _refuse_lacking(path, node, called, signature, added)
+        _refuse_other_kinds(path, node, signature)
+
+
+def _added(path: str, given: Mapping[str, Collection[str]]) -> set[str]:
+    """Return the arguments that code adds to a node."""
+    matching = (names for pattern, names in given.items() if fnmatchcase(path, pattern))
+    return {name for names in matching for name in names}
 
 
 def refuse_absent_trackers(config: Config) -> None:
     """Raise a `UserError` if a chosen tracker's library is not installed."""
-    for _, target in _targets(config.logger, "logger"):
-        library = TRACKERS.get(target.removeprefix("lightning.pytorch.loggers."))
+    for _, node, _ in _nodes(config.logger, "logger"):
+        library = TRACKERS.get(node["_target_"].removeprefix("lightning.pytorch.loggers."))
         if library is not None:
             refuse_absent(f"logger={library}", library, library)
 
 
-def _targets(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each `_target_` in a node."""
-    if isinstance(node, list):
-        for index, child in enumerate(node):
-            yield from _targets(child, f"{name}.{index}")
-    if not isinstance(node, dict):
+def _nodes(
+    value: Any, path: str, *, is_for_code: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Yield each `_target_` node in a value: its dotted name, itself, and whether code builds it.
+
+    Code builds the nodes in one with `_recursive_: false`, and may add arguments.
+    """
+    if isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from _nodes(child, _join(path, index), is_for_code=is_for_code)
+    if not isinstance(value, Mapping):
         return
-    for key, child in node.items():
-        if key == "_target_" and isinstance(child, str):
-            yield f"{name}._target_", child
-        yield from _targets(child, f"{name}.{key}")
+    target = value.get("_target_")
+    if isinstance(target, str) and not _is_reference(target):
+        yield path, value, is_for_code
+    inner = is_for_code or value.get("_recursive_", True) is not True
+    for key, child in value.items():
+        yield from _nodes(child, _join(path, key), is_for_code=inner)
 
 
-def _mistake_in(target: str) -> str | None:
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _is_reference(value: Any) -> bool:
+    """Return whether a value is known only later: from another setting, or the environment."""
+    return isinstance(value, str) and ("${" in value or value == UNSET)
+
+
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's arguments that have names."""
+    return {str(name): value for name, value in node.items() if name not in HYDRAS}
+
+
+def _refuse_unknown(path: str, node: Mapping[str, Any], called: str, signature: Signature) -> None:
+    """Raise a `UserError` for an argument that the signature lacks."""
+    if signature.takes_any_name:
+        return
+    known = [*signature.named]
+    for name, value in _arguments(node).items():
+        if name not in known:
+            raise UserError(
+                f"{_join(path, name)}{_shown(value)}: {called} has no argument {name}"
+                f"{_nearest_argument(name, known)}"
+            )
+
+
+def _nearest_argument(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    if not known:
+        return "; it takes none, so leave it out"
+    return (
+        f"; use {_either(known)}" if len(known) <= MOST_LISTED else "; correct it, or leave it out"
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return a plain value as an error shows it; a list or a node would not fit in a line."""
+    return "" if isinstance(value, Mapping | list | tuple) else f"={as_typed(value)}"
+
+
+def _refuse_lacking(
+    path: str,
+    node: Mapping[str, Any],
+    called: str,
+    signature: Signature,
+    added: Collection[str],
+) -> None:
+    """Raise a `UserError` for required arguments that neither the node nor code gives."""
+    by_place = node.get("_args_", [])
+    if node.get("_partial_", False) is not False or not isinstance(by_place, list | tuple):
+        return  # the rest comes later, or from a reference
+    set_here = {name for name, value in _arguments(node).items() if value != UNSET}
+    filled = {parameter.name for parameter in signature.positional[: len(by_place)]}
+    lacking = [
+        parameter.name
+        for parameter in signature.parameters
+        if parameter.is_required and parameter.name not in {*set_here, *filled, *added}
+    ]
+    if lacking:
+        settings = " and ".join(_join(path, name) for name in lacking)
+        where = path or "the configuration"
+        raise UserError(f"{where}: {called} needs {' and '.join(lacking)}; set {settings}")
+
+
+def _refuse_other_kinds(path: str, node: Mapping[str, Any], signature: Signature) -> None:
+    """Raise a `UserError` for a value whose kind the signature doesn't have."""
+    for name, value in _arguments(node).items():
+        parameter = signature.named.get(name)
+        if parameter is None or parameter.values is None or _fits(value, parameter.values):
+            continue
+        raise UserError(f"{_join(path, name)}={_quoted(value)} {_rule(value, parameter.values)}")
+
+
+def _fits(value: Any, values: Values) -> bool:
+    """Return whether a plain value is one that the signature names, or may work all the same.
+
+    Much code that says `str` or `int` takes null or false for "none".
+    """
+    kinds = values.kinds
+    if any(type(value) is type(choice) and value == choice for choice in values.choices):
+        return True
+    if value is None or _is_reference(value):
+        return True
+    if isinstance(value, bool):
+        return bool(kinds) and (value is False or kinds != {str})
+    if isinstance(value, int):
+        return bool(kinds & {int, float}) or (bool in kinds and value in (0, 1))
+    if isinstance(value, float):
+        return float in kinds or (int in kinds and value.is_integer())
+    return str in kinds if isinstance(value, str) else True
+
+
+def _quoted(value: Any) -> str:
+    """Return a value as an error shows it: a text that looks like a number in quotes."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return as_typed(value)
+    return f'"{value}"' if isinstance(value, str) else as_typed(value)
+
+
+def _rule(value: Any, values: Values) -> str:
+    """Return what a value must be."""
+    choices = [as_typed(choice) for choice in values.choices]
+    if not values.kinds:
+        near = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"is not one of {', '.join(choices)}{hint}"
+    shown = values.kinds - {int} if float in values.kinds else values.kinds
+    rule = f"must be {_either([*choices, *(KINDS[kind] for kind in KINDS if kind in shown)])}"
+    return f'{rule}; write "{as_typed(value)}" in quotes' if shown == {str} else rule
+
+
+def _either(names: list[str]) -> str:
+    """Return names as an error lists them: `a, b, or c`."""
+    if len(names) < 3:
+        return " or ".join(names)
+    return f"{', '.join(names[:-1])}, or {names[-1]}"
+
+
+def mistake_in(target: str) -> str | None:
     """Return which part of a dotted name is missing; None if none is, or if only imports tell."""
     words = target.split(".")
     if not all(word.isidentifier() for word in words):
@@ -76,21 +272,23 @@ def _mistake_in(target: str) -> str | None:
     if extra is not None:
         return f"needs {how_to_add(extra)}"
     top = words[0]
-    module = _top_module(top)
+    module = top_module(top)
     if module is None:
         installed = metadata.packages_distributions()
         return f"there is no module {top}{_suggestion(top, installed)}"
+    may_be_other = False  # whether what imports find is not this module, but something of its name
     for word in words[1:]:
         try:
-            child = _submodule(module, word)
+            child = submodule(module, word)
         except KeyError:  # of a namespace package inside of one that isn't imported
             return None
         if child is None:
-            names = _names_in(module)
-            if names is None or word in names:
+            names = names_in(module)
+            if names is None or word in names or may_be_other:
                 return None
-            siblings = [*names, *_submodules(module)]
+            siblings = [*names, *submodules(module)]
             return f"{module.name} has no {word}{_suggestion(word, siblings)}"
+        may_be_other = hides_submodule(module, word)
         module = child
     return None
 
@@ -98,61 +296,3 @@ def _mistake_in(target: str) -> str | None:
 def _suggestion(word: str, known: Iterable[str]) -> str:
     near = get_close_matches(word, [name for name in known if not name.startswith("_")], n=1)
     return f"; did you mean {near[0]}?" if near else "; correct it"
-
-
-def _top_module(name: str) -> ModuleSpec | None:
-    """Return where a module is that is in no package; ranks also find those in their folder."""
-    return importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])
-
-
-def _submodule(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """Return where a module of a package is. `importlib.util.find_spec` imports the package."""
-    if package.submodule_search_locations is None:
-        return None
-    path = f"{package.name}.{name}"
-    specs = (
-        finder.find_spec(path, package.submodule_search_locations)
-        for finder in sys.meta_path
-        if hasattr(finder, "find_spec")
-    )
-    return next((spec for spec in specs if spec is not None), None)
-
-
-def _submodules(package: ModuleSpec) -> list[str]:
-    folders = package.submodule_search_locations
-    return [] if folders is None else [module.name for module in pkgutil.iter_modules(folders)]
-
-
-def _names_in(module: ModuleSpec) -> frozenset[str] | None:
-    """Return a module's names besides its submodules; None if its text doesn't show them all."""
-    if module.origin is None:  # a package without a file of its own
-        return frozenset()
-    return _names_in_file(Path(module.origin))
-
-
-@cache
-def _names_in_file(file: Path) -> frozenset[str] | None:
-    if file.suffix != ".py":  # a module in C
-        return None
-    code = file.read_bytes()
-    if HIDDEN_NAMES.search(code):
-        return None
-    try:
-        statements = ast.parse(code).body
-    except (SyntaxError, ValueError):  # the rank's error says where
-        return None
-    return frozenset(name for statement in statements for name in _bound_names(statement))
-
-
-def _bound_names(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement of a module binds, in any of its branches."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        if isinstance(node, ast.alias):
-            yield node.asname or node.name.partition(".")[0]
