@@ -244,6 +244,11 @@ def test_a_sweep_runs_each_job_and_compares_what_they_return(program):
         (["launch.restarts=1"], "launch.restarts is not one of inline, keep_memory, max_restarts"),
         (["run_dir=train.py"], "run_dir=train.py is a file"),
         (["opt.lr=[1"], "opt.lr=[1: "),
+        (
+            ["+stop._target_=lightning.Trainr"],
+            "stop._target_=lightning.Trainr: lightning has no Tr",
+        ),
+        (["+new={_target_: torch.optim.Adam, lrr: 1}"], "new.lrr=1: Adam has no argument lrr; did"),
     ],
 )
 def test_a_mistake_ends_the_command_in_one_line(program, words, line):

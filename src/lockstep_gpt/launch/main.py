@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from lockstep_gpt import processes, standard_streams, stop_signals
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.launch import composed, continued, devices, launcher, start
+from lockstep_gpt.launch import composed, continued, devices, launcher, start, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
 from lockstep_gpt.launch.start import NewRun
@@ -181,6 +181,7 @@ class Jobs:
 def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
     """Run a program with one configuration; return its exit status and its function's value."""
     values = composed.values_to_freeze(config)
+    targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
     logging.getLogger().setLevel(LEVELS.get(values.get("verbosity", "normal"), logging.INFO))
     if values.get("resume") == "auto" and run.config.is_file():
