@@ -10,7 +10,6 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt import cli
 from lockstep_gpt.config import GPT_MODULE, with_defaults
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.notebook import build, compose
@@ -286,42 +285,36 @@ def test_a_sweep_of_an_argument_gets_the_monitored_value(train):
 
 
 @pytest.mark.slow
-def test_evaluate_gives_what_its_steps_log_on_any_number_of_ranks(train, monkeypatch, capsys):
+def test_evaluate_gives_what_its_steps_log_on_any_number_of_ranks(train):
     train("run_dir=run")
-    monkeypatch.chdir(train.folder)
     last = rows_of(train.folder / "run")[-1]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
     words += ["lockstep_gpt", "evaluate", "run", "--json"]
-    two = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
-    assert cli.main(["evaluate", "run", "--json"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    for result in (json.loads(printed.out), json.loads(two.stdout)):
+    two = subprocess.run(
+        words, cwd=train.folder, capture_output=True, text=True, timeout=240, check=True
+    )
+    one = train.command("evaluate", "run", "--json")
+    assert one.stderr == ""
+    for result in (json.loads(one.stdout), json.loads(two.stdout)):
         assert result.keys() == {"checkpoint", "val/loss", "val/acc"}
         assert result["val/loss"] == pytest.approx(float(last["val/loss"]), rel=1e-6)
         assert result["val/acc"] == float(last["val/acc"])
-    assert cli.main(["evaluate", "run", "--split", "test"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = train.command("evaluate", "run", "--split", "test").stdout.splitlines()
     assert lines[0] == "run/checkpoints/step=000020.ckpt on the test split"
     assert [line.split()[0] for line in lines[1:]] == ["test/loss", "test/acc"]
     for name in ("generate", "evaluate --data mine.py"):
         command, *more = name.split()
-        assert cli.main([command, "run", *more]) == 2
-        assert "has weights of mine.Module, and this command is for the GPT" in (
-            capsys.readouterr().err
-        )
+        refused = train.command(command, "run", *more, status=2)
+        assert "has weights of mine.Module, and this command is for the GPT" in refused.stderr
 
 
 @pytest.mark.slow
-def test_classes_that_only_a_foreign_run_names_need_the_users_trust(
-    train, monkeypatch, capsys, tmp_path
-):
+def test_classes_that_only_a_foreign_run_names_need_the_users_trust(train, tmp_path):
     train("run_dir=run")
-    monkeypatch.chdir(train.folder)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
-    assert cli.main(["evaluate", "run"]) == 2
-    assert "if you trust its author, set --trust" in capsys.readouterr().err
-    assert cli.main(["evaluate", "run", "--trust"]) == 0
+    other = {"XDG_STATE_HOME": str(tmp_path / "of another user")}
+    refused = train.command("evaluate", "run", status=2, **other)
+    assert "if you trust its author, set --trust" in refused.stderr
+    train.command("evaluate", "run", "--trust", **other)
 
 
 @pytest.mark.slow
