@@ -121,9 +121,9 @@ OF_TEXT = (
     "nats",
     "vocabulary",
     "attention",
-    "kernels",
     "generate",
     "scaled",
+    "products",
 )
 
 

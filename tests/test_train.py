@@ -24,7 +24,6 @@ def test_the_run_directory_contains_the_documented_files(finished):
         ".saved",
         ".token",
         "config.yaml",
-        "kernels.json",
         "train.log",
         "metrics.csv",
         "summary.json",

@@ -28,9 +28,9 @@ from lockstep_gpt.data.order import spread
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import Index, load_index
 from lockstep_gpt.data.windows import Batch, StreamWindows, read_windows
+from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
-from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.training.schedule import (
     BatchPlan,

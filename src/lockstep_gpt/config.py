@@ -30,14 +30,13 @@ from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.settings import Checked, as_typed, check, setting
 from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.kernel_settings import KernelConfig
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 OPEN_GROUPS = ("module", "trainer", "strategy", "callbacks", "logger")  # arguments of classes
 GPT_MODULE = f"{__package__}.training.module.GPTModule"  # `module._target_` of module=gpt
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true", "auto")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 
 if TYPE_CHECKING:
     AnyData = DataConfig
@@ -62,11 +61,7 @@ class Config(Checked):
     test: bool = setting("test the trained model on the test split", False)
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
     trust_run_dir: bool = setting("resume=auto: use unknown classes in run_dir/config.yaml", False)
-    precision: str = setting(
-        "precision of forward and backward; auto: bf16-mixed or 32-true, whichever is faster here",
-        "32-true",
-        choices=PRECISIONS,
-    )
+    precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
         "device's dense peak TFLOPS, for throughput/mfu; null: looked up", None, above=0
@@ -83,7 +78,6 @@ class Config(Checked):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
@@ -181,7 +175,6 @@ GROUPS: dict[str, type[Checked]] = {
     "checkpoint": CheckpointConfig,
     "guard": GuardConfig,
     "launch": LaunchConfig,
-    "kernels": KernelConfig,
 }
 
 

@@ -3,7 +3,7 @@ import pytest
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_by_rule
+from lockstep_gpt.launch.devices import Placement, gpu_count, place
 
 
 @pytest.fixture
@@ -58,31 +58,6 @@ def test_without_device_files_nvidia_smi_is_asked(fake_gpus, tmp_path):
     command.write_text("#!/bin/sh\necho 'GPU 0: One (UUID: GPU-1)'\necho 'GPU 1: Two'\n")
     command.chmod(0o755)
     assert gpu_count() == 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "precision"),
-    [
-        ("vendor_id : AuthenticAMD\nflags : fpu avx512f avx512_bf16 xsave", "bf16-mixed"),
-        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16 amx_tile", "bf16-mixed"),
-        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 xsave", "32-true"),  # half as fast
-        ("Features : fp asimd bf16 i8mm", "bf16-mixed"),  # as Linux names it on ARM
-        ("flags : fpu avx2 avx512f avx512_vnni", "32-true"),
-        (None, "32-true"),
-    ],
-)
-def test_by_rule_a_cpu_computes_in_bfloat16_if_that_is_faster(
-    tmp_path, monkeypatch, flags, precision
-):
-    monkeypatch.setattr(devices, "CPU_FLAGS", tmp_path / "cpuinfo")
-    if flags:
-        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
-    assert precision_by_rule("cpu") == precision
-
-
-def test_by_rule_gpus_compute_in_bfloat16_and_macs_do_not():
-    assert precision_by_rule("cuda") == "bf16-mixed"
-    assert precision_by_rule("mps") == "32-true"
 
 
 @pytest.mark.parametrize(

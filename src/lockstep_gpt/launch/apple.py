@@ -7,7 +7,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
-PRECISIONS = ("32-true", "bf16-mixed", "auto")
+PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def is_chosen(wanted: str) -> bool:

@@ -22,7 +22,7 @@ from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
 AUTO = "lockstep_gpt.distributed.strategies.auto"
 DDP = "lockstep_gpt.distributed.strategies.ddp"
 FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
-GROUPS_OF_GPT = ("model", "optim", "packing", "kernels")
+GROUPS_OF_GPT = ("model", "optim", "packing")
 OF_GPT = ("batch.reference_size", "peak_tflops")
 SHARD_DTYPES = ("float32", "bfloat16")
 SHARDABLE = ("adamw", "muon")  # optimizers that update shards
@@ -96,7 +96,7 @@ def _refuse_unshardable(config: Config) -> None:
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
     check_switch("strategy.reduce_each", strategy.get("reduce_each", False))
-    fits = config.precision in ("32-true", "bf16-mixed", "auto")
+    fits = config.precision in ("32-true", "bf16-mixed")
     rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or ddp"
     check("precision", config.precision, fits, rule)
     fits = config.optim.algorithm in SHARDABLE

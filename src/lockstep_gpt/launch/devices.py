@@ -1,7 +1,6 @@
 """The devices of a run: resolves `auto` to those present, without torch."""
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +12,6 @@ from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
 DEVICE_FILES = Path("/dev")
-CPU_FLAGS = Path("/proc/cpuinfo")  # only on Linux
 
 
 def place(config: Config, *, is_resumed: bool = False) -> Placement:
@@ -71,21 +69,6 @@ def _gpus_of_nvidia_smi() -> int:
         return 0
     listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
-def precision_by_rule(accelerator: str) -> str:
-    """Return what `precision=auto` means where nothing is measured.
-
-    It is `bf16-mixed` on NVIDIA GPUs, and on CPUs that multiply bfloat16 faster than float32.
-    """
-    if accelerator == "cuda":
-        return "bf16-mixed"
-    facts = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""
-    # With avx512_bf16 alone, Intel's processors take twice as long as with float32.
-    is_intel = "GenuineIntel" in facts
-    fast = r"\b(amx_bf16)\b" if is_intel else r"\b(avx512_bf16|amx_bf16|bf16)\b"
-    is_fast = accelerator == "cpu" and re.search(fast, facts)
-    return "bf16-mixed" if is_fast else "32-true"
 
 
 def _describe_gpus(count: int) -> str:

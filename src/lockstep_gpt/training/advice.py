@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.model.cpu_kernels import SHORT
-from lockstep_gpt.model.functional import shares_heads
+from lockstep_gpt.model.functional import SHORT, shares_heads
 from lockstep_gpt.torch_patches import attention_kernel
 from lockstep_gpt.training.receipt import times
 from lockstep_gpt.training.schedule import Schedule
@@ -64,9 +63,7 @@ def attention(config: Config) -> str:
 
 
 def is_plain(config: Config) -> bool:
-    """Return whether plain products compute attention on a CPU, as decided, or else by rule."""
-    if config.kernels.attention is not None:
-        return config.kernels.attention == "plain"
+    """Return whether plain products compute attention on a CPU."""
     return config.model.block_size <= SHORT
 
 

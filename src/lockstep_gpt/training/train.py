@@ -17,6 +17,10 @@ from lockstep_gpt.config import Config, as_values
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.flight_recorder import record_collectives
+from lockstep_gpt.distributed.matrix_products import (
+    choose_matrix_products,
+    restored_afterward,
+)
 from lockstep_gpt.distributed.ranks import (
     Ranks,
     backend_of,
@@ -28,7 +32,6 @@ from lockstep_gpt.distributed.ranks import (
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
@@ -57,7 +60,7 @@ from lockstep_gpt.run.resuming import (
     refuse_other_directory,
     state_to_resume,
 )
-from lockstep_gpt.training import ending, kernels, receipt
+from lockstep_gpt.training import ending, receipt
 from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import (
     build_data,
@@ -111,6 +114,7 @@ class Training:
     metrics: Metrics
     metrics_file: MetricsFile
     trainer: Trainer
+    products: str  # the library of the GPT's float32 matrix products
 
 
 def main(directory: RunDirectory, store: Store | None = None) -> int:
@@ -122,7 +126,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
     """
     config = directory.load()
     ranks = Ranks.from_environment()
-    with routed_output(directory, ranks, config) as terminal, cpu_kernels.restored_afterward():
+    with routed_output(directory, ranks, config) as terminal, restored_afterward():
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)
@@ -155,9 +159,7 @@ def assemble(
     # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
     join_others(config, directory, ranks, store)
-    if config.trains_gpt:
-        config = kernels.decided(config, directory)
-        kernels.use(config)
+    products = choose_matrix_products(config.trainer["accelerator"]) if config.trains_gpt else ""
     torch.manual_seed(config.seed)
 
     # Data and module.
@@ -204,7 +206,7 @@ def assemble(
     )
     memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
     made = (batch, schedule, data, tokenizer, module, resume)
-    return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer)
+    return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer, products)
 
 
 def module_of(
@@ -337,14 +339,11 @@ def announce(training: Training) -> None:
     epochs = epochs_of(training.data, steps * training.batch.global_size)
     advise(config, epochs)
     module: nn.Module = training.module
-    computed_by = ""
     details = receipt.details_of_callbacks(training.trainer)
     if isinstance(module, GPTModule):
         module = module.model
-        measured = training.directory.decisions().get("measured", {})
-        computed_by = kernels.receipt_line(config, measured)
         details = {"attention": attention_line(config), **details}
-    facts = receipt.facts(config, module, training.data, training.trainer, computed_by)
+    facts = receipt.facts(config, module, training.data, training.trainer, training.products)
     batch = training.batch
     lines = receipt.receipt_lines(config, batch, schedule, epochs, facts, details)
     logger.info("%s", receipt.as_text(lines))

@@ -7,7 +7,7 @@ from lightning import Callback
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.datasets.attention import uses_blocks
 from lockstep_gpt.extras.datasets.mask import needs_one_graph
-from lockstep_gpt.model.cpu_kernels import SHORT
+from lockstep_gpt.model.functional import SHORT
 from lockstep_gpt.training.advice import PLAIN_PRODUCTS, fused_attention
 
 
