@@ -221,6 +221,19 @@ def test_a_kernel_that_shares_keys_gets_them_without_copies(monkeypatch, heads):
 
 
 @pytest.mark.parametrize(
+    ("length", "dropout", "kernels"),
+    [(SHORT, 0.0, []), (SHORT, 0.1, []), (SHORT + 1, 0.0, ["flash"]), (SHORT + 1, 0.1, ["math"])],
+)
+def test_plain_products_compute_short_attention_on_a_cpu(
+    length, dropout, kernels, attention_operations
+):
+    q = torch.zeros(2, 2, length, 8)
+    with attention_operations() as ran:
+        causal_attention(q, q, q, dropout)
+    assert ran == kernels
+
+
+@pytest.mark.parametrize(
     ("is_cuda", "major", "dtype", "width", "shares"),
     [
         (True, 9, torch.bfloat16, 128, True),

@@ -61,7 +61,6 @@ from lockstep_gpt.run.resuming import (
     state_to_resume,
 )
 from lockstep_gpt.training import ending, receipt
-from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
 from lockstep_gpt.training.batches import (
     build_data,
     epochs_of,
@@ -332,23 +331,19 @@ def batch_of(config: Config, ranks: Ranks) -> BatchPlan:
 
 
 def announce(training: Training) -> None:
-    """Print the receipt, and warn of settings that will not have the intended effect."""
+    """Print the receipt."""
     config = training.config
     schedule = training.schedule
     steps = training.trainer.max_steps
     epochs = epochs_of(training.data, steps * training.batch.global_size)
-    advise(config, epochs)
     module: nn.Module = training.module
     details = receipt.details_of_callbacks(training.trainer)
     if isinstance(module, GPTModule):
         module = module.model
-        details = {"attention": attention_line(config), **details}
     facts = receipt.facts(config, module, training.data, training.trainer, training.products)
     batch = training.batch
     lines = receipt.receipt_lines(config, batch, schedule, epochs, facts, details)
     logger.info("%s", receipt.as_text(lines))
-    if schedule is not None:
-        warn_of_sudden_rate(schedule)
 
 
 def fit(training: Training, started: float) -> None:
