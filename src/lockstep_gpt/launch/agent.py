@@ -43,7 +43,6 @@ from lockstep_gpt.torch_patches import (
     name_callers_without_source,
     processes_of,
 )
-from lockstep_gpt.training.less_memory import less_memory
 
 MONITOR_SECONDS = 0.1  # between looks at other machines; an end of a rank is seen at once
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
@@ -295,9 +294,7 @@ class RankAgent(LocalElasticAgent):
         deliberate = [ending.code for ending in self._ended.values() if ending.is_deliberate]
         if deliberate:
             return deliberate[0]
-        world_size = self._config.trainer["devices"] * self._config.trainer["num_nodes"]
-        remedy = less_memory(self._config, world_size)
-        explanation = deaths.explain_deaths(self._run, self._ended, remedy)
+        explanation = deaths.explain_deaths(self._run, self._ended)
         if explanation:
             print(explanation, file=sys.stderr)
         cause = describe_endings(self._ended)

@@ -81,7 +81,6 @@ from lockstep_gpt.training.building import (
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
-from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
@@ -143,8 +142,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
-            remedy = less_memory(config, ranks.world_size)
-            status = report_failure(directory, ranks, error, terminal, remedy)
+            status = report_failure(directory, ranks, error, terminal)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)
