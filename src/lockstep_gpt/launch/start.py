@@ -27,7 +27,6 @@ from lockstep_gpt.errors import ReportedError, UserError
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.launch import (
     devices,
-    host_memory,
     launcher,
     machines,
     supervise,
@@ -239,7 +238,6 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
         placement.nodes,
         config.tensor_parallel,
     )
-    host_memory.refuse_too_large(config, placement, batch)
     return placement, batch
 
 
