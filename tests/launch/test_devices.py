@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lockstep_gpt.config import Config
@@ -102,3 +104,11 @@ def test_nccl_is_rejected_on_a_cpu(fake_gpus):
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
+
+
+def test_a_mac_s_gpu_is_taken_by_its_name_alone(fake_gpus):
+    fake_gpus(0)
+    settings = {"devices": "auto", "num_nodes": 1}
+    named = Config(max_steps=1, trainer={"accelerator": "mps", **settings})
+    assert place(named) == Placement("mps", 1, 1)
+    assert place(replace(named, trainer={"accelerator": "auto", **settings})).accelerator == "cpu"

@@ -7,7 +7,6 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import tensor_sizes
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
-    apple,
     refused_callbacks,
     targets,
     trainer_arguments,
@@ -133,8 +132,6 @@ def _refuse_unsplittable(config: Config) -> None:
 def refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices, or variables of this machine, can't do."""
     variables.refuse_absent_interfaces(placement)
-    if placement.accelerator == "mps":
-        apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")
     has_gpus = placement.accelerator == "cuda"
     if has_gpus and config.tensor_parallel > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import apple, checks, launcher, slurm
+from lockstep_gpt.launch import checks, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
@@ -40,9 +40,12 @@ def place(config: Config, *, is_resumed: bool = False) -> Placement:
 
 
 def accelerator_of(wanted: str) -> str:
-    """Return cpu, cuda, or mps for `wanted`, or raise a `UserError`."""
-    if apple.is_chosen(wanted):
-        return "mps"
+    """Return cpu, cuda, or mps for `wanted`, or raise a `UserError`.
+
+    A Mac's GPU is only taken by its name; Lightning says if there is none.
+    """
+    if wanted == "mps":
+        return wanted
     has_gpus = wanted != "cpu" and gpu_count() > 0
     rule = f"needs a GPU, but {_describe_gpus(0)}; set trainer=cpu to run without one"
     check("trainer.accelerator", wanted, has_gpus or wanted in ("cpu", "auto"), rule)
