@@ -37,7 +37,6 @@ from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
 from lockstep_gpt.run.callbacks.overhead import Overhead
-from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport
 from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
@@ -148,7 +147,6 @@ def build_guards(
         guards.append(Replays(config.guard.verify_every, config.seed))
     for make_callbacks in additions(CALLBACKS):
         guards += make_callbacks(config, directory, rank, terminal)
-    guards.append(TimeLimitReport())
     guards.append(
         Guards(
             directory,
