@@ -36,7 +36,6 @@ from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
-from lockstep_gpt.run.callbacks.overhead import Overhead
 from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
@@ -284,24 +283,6 @@ def progress_of(trainer: Any, batch: BatchPlan) -> dict[str, int]:
     if not batch.block_size:
         return {"samples": samples}
     return {"samples": samples, "tokens": samples * batch.block_size}
-
-
-def build_overhead(
-    config: Config, checkpoints: Checkpoints, batch: BatchPlan, data: LightningDataModule
-) -> Overhead:
-    """Return what tells the share of the time that validation and saving take."""
-    val_tokens = None
-    if isinstance(data, TokenDataModule):
-        val_tokens = data.val_windows * data.block_size
-    return Overhead(
-        checkpoints,
-        config.val_every,
-        compiled=config.compile,
-        background=config.checkpoint.background,
-        grace_seconds=config.launch.grace_seconds,
-        tokens_per_step=batch.tokens_per_step or None,
-        val_tokens=val_tokens,
-    )
 
 
 def build_own_module(config: Config) -> LightningModule:

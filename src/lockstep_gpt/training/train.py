@@ -74,7 +74,6 @@ from lockstep_gpt.training.building import (
     build_loggers,
     build_metrics,
     build_module,
-    build_overhead,
     build_own_module,
     build_trainer,
     guard_loggers,
@@ -182,10 +181,9 @@ def assemble(
     metrics_file = MetricsFile(directory.metrics, columns_of(batch))
     checkpoints = build_checkpoints(directory, config, batch, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    overhead = build_overhead(config, checkpoints, batch, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
-    saving = [unfit, hashes, Arithmetic(), overhead, stop, checkpoints, memory]
+    saving = [unfit, hashes, Arithmetic(), stop, checkpoints, memory]
     peak_lr = schedule.peak_lr if schedule else None
     loggers = build_loggers(trackers, directory, config, batch, peak_lr, model)
     trainer = build_trainer(
