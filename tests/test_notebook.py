@@ -166,7 +166,6 @@ def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
     ("override", "line"),
     [
         ("trainer.devices=2", SEVERAL_RANKS),
-        ("test=true", "trainer.test"),
         ("resume=auto", "ckpt_path"),
         ("optim.lrr=1", "did you mean optim.lr"),
         ("--cfg=job", "leave out flags"),

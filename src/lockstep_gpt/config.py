@@ -58,7 +58,6 @@ class Config(Checked):
     resume: str = setting(
         "none; auto: continue run_dir if it exists; a run or checkpoint: start from it", "none"
     )
-    test: bool = setting("test the trained model on the test split", False)
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
     trust_run_dir: bool = setting("resume=auto: use unknown classes in run_dir/config.yaml", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)

@@ -103,8 +103,6 @@ def build(config: DictConfig) -> Parts:
     if not hasattr(config, "items"):
         raise UserError(f'build({config!r}): write build(compose("experiment=smoke"))')
     values, checked = _checked(config)
-    rule = "is for the command; call trainer.test(module, data), which returns the loss"
-    check("test", True, not checked.test, rule)
     rule = "is for the command; call trainer.fit(module, data, ckpt_path=...)"
     check("resume", checked.resume, checked.resume == "none", rule)
     placement = _one_rank(checked)

@@ -251,8 +251,6 @@ def prepare_data(config: Config, verify: bool = False, tell: bool = False) -> st
     folder = data_prepare.prepare(config.data, verify, tell)
     index = shards.load_index(folder)
     shards.check_block_size(index, config.model.block_size)
-    if config.test and "test" not in index.splits:
-        raise UserError(f"test=true needs a test split; set {index.test_settings()}")
     packing_of(config.packing._target_).prepare(folder, config.model.block_size)
     return index.fingerprint
 

@@ -96,8 +96,6 @@ def last_lines(
     if "val/perplexity" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"
         result = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
-    if "test/loss" in row:
-        result += f", test loss {row['test/loss']:.4f}"
     # Lightning's EarlyStopping has one.
     reasons = [getattr(callback, "stopping_reason_message", "") for callback in callbacks]
     reason = "".join(f"\n  reason       {text}" for text in reasons if text)

@@ -343,7 +343,7 @@ def announce(training: Training) -> None:
 
 
 def fit(training: Training, started: float) -> None:
-    """Train to the end, test if that is set, and conclude the run, however it ends.
+    """Train to the end, and conclude the run, however it ends.
 
     Args:
         training: the rank's parts.
@@ -366,8 +366,6 @@ def fit(training: Training, started: float) -> None:
             disk.wait()  # for all writes
         status = ending.status_of(trainer)
         saved = True
-        if training.config.test and status == "done":
-            trainer.test(training.module, training.data, verbose=False)
     except Stopped as stopped:
         status = "stopped"
         saved = stopped.saved

@@ -95,7 +95,6 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
         "background": False,
         "copy_to": None,
     }
-    values["test"] = False
     has_trace = steps.run.trace.exists() and noise is None
     values["guard"] = {**values.get("guard", {}), "trace": has_trace, "verify_every": None}
     return values

@@ -185,8 +185,6 @@ class Metrics(StepCallback):
             for column, name in COLUMNS.items()
             if name and (column in self.row or column not in self._absent)
         }
-        if "test/loss" in self.row:
-            entries["test_loss"] = self.row["test/loss"]
         return entries
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
