@@ -99,7 +99,8 @@ class Config(Checked):
         rule = "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto"
         check("resume", self.resume.lower(), is_path, rule)
         self._check_module()
-        check_trainer(self.trainer, clips_itself=not self.trains_gpt)
+        is_endless = not isinstance(self.data, DataModuleConfig)
+        check_trainer(self.trainer, clips_itself=not self.trains_gpt, is_endless=is_endless)
         check_strategy(self.strategy)
 
     def _check_module(self) -> None:

@@ -61,7 +61,14 @@ from lockstep_gpt.training.trace import Trace
 
 # Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
 # mode, tensors that outlive a validation, such as gathered weights, can't be trained with.
-VALIDATION = {"inference_mode": False}
+# A run ends after its steps, not epochs, and has no line for what a receipt says.
+DEFAULTS = {
+    "inference_mode": False,
+    "max_epochs": -1,
+    "min_epochs": 0,  # with `min_steps`, Lightning's default is a whole epoch, which may never end
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
+}
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -353,12 +360,20 @@ def updating(config: Config) -> list[Callback]:
 def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> list[Callback]:
     """Return the callbacks before the user's, in the order in which they act."""
     return [
-        ValidateEvery(config.val_every),
+        *validating(config),
         MicroBatchSeeds(config.seed),
         metrics,
         *counting(config, data),
         OwnLoaders(),
     ]
+
+
+def validating(config: Config) -> list[Callback]:
+    """Return what validates; nothing if `trainer` lets validations follow epochs."""
+    by_epochs = config.trainer.get("check_val_every_n_epoch") is not None
+    if by_epochs or config.trainer.get("fast_dev_run"):
+        return []
+    return [ValidateEvery(config.val_every)]
 
 
 def counting(config: Config, data: LightningDataModule) -> list[Callback]:
@@ -407,7 +422,9 @@ def build_trainer(
             for name, node in config.callbacks.items()
             if "tokenizer" in of_run or not needs_tokenizer(node)
         ]
-        make_trainer = deferred({**VALIDATION, **config.trainer, **places})
+        has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
+        defaults = {**DEFAULTS, "enable_progress_bar": has_bar}
+        make_trainer = deferred({**defaults, **config.trainer, **places})
         users = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
             strategy=build_strategy(config, ranks),
@@ -416,10 +433,6 @@ def build_trainer(
             plugins=with_environment([*plugins, *users], ranks),
             accumulate_grad_batches=batch.accumulation,
             precision=config.precision,
-            max_epochs=-1,
-            num_sanity_val_steps=0,
-            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in chosen),
-            enable_model_summary=False,
             log_every_n_steps=config.log_every,
             **arguments,
         )

@@ -35,8 +35,13 @@ def refuse_finished(config: Config, checkpoint: VerifiedCheckpoint, steps: int) 
 
 
 def status_of(trainer: Trainer) -> str:
-    """Return the status of a run that reached its last step or was stopped by a callback."""
-    if trainer.global_step == trainer.max_steps:
+    """Return the status of a run that reached its last step or was stopped by a callback.
+
+    `trainer.max_epochs` and `trainer.fast_dev_run` let the last epoch end it, too.
+    """
+    last = trainer.max_epochs
+    has_ended = last is not None and 0 <= last <= trainer.current_epoch
+    if trainer.global_step == trainer.max_steps or has_ended:
         return "done"
     return "stopped early"
 

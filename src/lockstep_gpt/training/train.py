@@ -294,7 +294,7 @@ def fetch_copy(config: Config, directory: RunDirectory) -> VerifiedCheckpoint | 
 
 def build_writer(config: Config, directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
     """Return what writes this machine's states in memory, on the ranks that do."""
-    if config.checkpoint.memory is False:
+    if config.checkpoint.memory is False or config.trainer.get("fast_dev_run"):
         return None
     return writer_of(
         directory,

@@ -193,9 +193,13 @@ class Checkpoints(StepCallback, Checkpoint):
         """Save, on every rank, the state after the last optimizer step, or raise a `RunError`.
 
         A state that is not finite is never saved: the newest good checkpoint stays the newest.
+        A `fast_dev_run` writes nothing, as with Lightning's own checkpoints.
         """
         refuse_broken_state(trainer, self.newest)
         path = files.checkpoint_path(self.folder, trainer.global_step)
+        self._waits = False
+        if trainer.fast_dev_run:
+            return path
         if not self.saves:
             self._make_room(trainer)
         trainer.save_checkpoint(path)
@@ -203,7 +207,6 @@ class Checkpoints(StepCallback, Checkpoint):
             self._prune(trainer, path)
         self.saves.append(path)
         self._last_saved = trainer.global_step
-        self._waits = False
         return path
 
     def newest(self) -> Path | None:
