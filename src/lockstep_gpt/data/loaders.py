@@ -77,7 +77,7 @@ class TrainLoader(Iterable[Any]):
 
         With `overfit_batches`, each epoch has the first micro-batches of the run again.
         """
-        if not self.trainer.overfit_batches:
+        if not getattr(self.trainer, "overfit_batches", 0):  # its class doesn't declare it
             return self.samples_seen(step)
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         return step % steps * self._samples_per_step()

@@ -61,9 +61,10 @@ from lockstep_gpt.training.trace import Trace
 
 # Lightning would validate in inference mode over NCCL, and under `no_grad` over gloo. In inference
 # mode, tensors that outlive a validation, such as gathered weights, can't be trained with.
-# A run ends after its steps, not epochs, and has no line for what a receipt says.
+VALIDATION = {"inference_mode": False}
+# What `trainer` may set: a run ends after its steps, not epochs, and its receipt names the model.
 DEFAULTS = {
-    "inference_mode": False,
+    **VALIDATION,
     "max_epochs": -1,
     "min_epochs": 0,  # with `min_steps`, Lightning's default is a whole epoch, which may never end
     "num_sanity_val_steps": 0,
