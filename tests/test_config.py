@@ -1,11 +1,9 @@
 import dataclasses
-import inspect
 import re
 import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import lightning
 import pytest
 import yaml
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +25,7 @@ from lockstep_gpt.data.data_settings import DataModuleConfig, data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.training.optim_settings import DECAYS, OptimConfig
-from lockstep_gpt.training.trainer_settings import ACCELERATORS, OWNED_TRAINER_KEYS
+from lockstep_gpt.training.trainer_settings import ACCELERATORS
 
 SOURCES = [*data_choices().values()]
 SECTIONS = [Config, DataModuleConfig, *groups().values(), *SOURCES]
@@ -261,23 +259,6 @@ def test_a_batch_without_a_size_is_rejected():
         UserError, match=r"^batch\.micro_size=null and batch\.global_size=null leave"
     ):
         from_container(with_setting("batch.global_size", None))
-
-
-@pytest.mark.parametrize(("key", "door"), OWNED_TRAINER_KEYS.items())
-def test_a_trainer_argument_that_a_setting_replaces_is_rejected_with_its_name(key, door):
-    with pytest.raises(UserError) as refusal:
-        from_container(with_setting(f"trainer.{key}", 7))
-    assert str(refusal.value) == f"trainer.{key}=7 cannot be set there; set {door} instead"
-
-
-def test_the_owned_keys_are_the_trainer_s_and_their_doors_are_ours():
-    assert set(OWNED_TRAINER_KEYS) <= set(inspect.signature(lightning.Trainer).parameters)
-    ours = {
-        f"{part.node}.{item.name}".lstrip(".")
-        for part in SECTIONS
-        for item in dataclasses.fields(part)
-    }
-    assert {name for door in OWNED_TRAINER_KEYS.values() for name in door.split(" or ")} <= ours
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 
 from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.compose import HYDRA_ARGUMENTS
 from lockstep_gpt.notebook import SEVERAL_RANKS, build, compose
 
@@ -85,12 +84,6 @@ def test_three_lines_train_like_the_command_and_write_nothing(command, words, ex
     module, data, trainer = build(compose(*words, "val_every=1000"))
     trainer.fit(module, data)
     assert loss_of(trainer) == pytest.approx(expected, rel=1e-7)
-
-
-def test_an_open_precision_is_decided_as_by_the_command(words, monkeypatch):
-    monkeypatch.setattr(devices, "precision_by_rule", lambda _: "bf16-mixed")
-    _, _, trainer = build(compose(*words, "precision=auto"))
-    assert trainer.precision == "bf16-mixed"
 
 
 @pytest.mark.slow
@@ -173,7 +166,6 @@ def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
     ("override", "line"),
     [
         ("trainer.devices=2", SEVERAL_RANKS),
-        ("test=true", "trainer.test"),
         ("resume=auto", "ckpt_path"),
         ("optim.lrr=1", "did you mean optim.lr"),
         ("--cfg=job", "leave out flags"),

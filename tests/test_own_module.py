@@ -120,9 +120,9 @@ OF_TEXT = (
     "nats",
     "vocabulary",
     "attention",
-    "kernels",
     "generate",
     "scaled",
+    "products",
 )
 
 

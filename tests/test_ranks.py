@@ -209,7 +209,6 @@ def test_multirun_starts_a_run_of_two_ranks_for_each_job(command):
 
 BAD = {
     "strategy.process_group_backend=nccl": "process_group_backend=nccl needs GPUs",
-    "strategy.process_group_backend=mpi": "process_group_backend=mpi is not in torch",
     "trainer.devices=3": "batch.global_size=8 is not divisible by 3 devices x 1 node = 3; "
     "nearest: batch.global_size=6 or 9",
     "strategy.comm_hook=no_such": "comm_hook=no_such is not one of none",

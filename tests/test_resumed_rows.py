@@ -29,8 +29,6 @@ TIMES_OF_SUMMARY = {
     "step_seconds_p50",
     "step_seconds_p95",
     "data_wait_share",
-    "validation_share",
-    "saving_share",
     "peak_memory_gb",
     "wall_seconds",
     "memory_every",

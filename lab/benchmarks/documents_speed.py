@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.extras.datasets.attention import attention_within
 from lockstep_gpt.extras.datasets.mask import mask
-from lockstep_gpt.model.functional import causal_attention, choose_matrix_products
+from lockstep_gpt.model.functional import causal_attention
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 

@@ -51,7 +51,7 @@ def documents_apart(job: Job) -> None:
         "compiled": _compiled(job),
     }.items():
         run = smoke(job, *shape, "documents.mask=true", *words, name=name)
-        job.say(f"val_loss {run.summary['val_loss']:.5f}", name, notes=run.receipt("attention"))
+        job.say(f"val_loss {run.summary['val_loss']:.5f}", name)
 
 
 def equal_bits_over_nccl(job: Job) -> None:

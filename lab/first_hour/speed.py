@@ -29,7 +29,7 @@ def profiled(*words: str) -> Callable[[Job], None]:
         ]
         run = speed(job, "trainer.devices=1", *words, *callback)
         figures, *kernels = file.read_text("utf-8").splitlines()
-        notes = f"{run.receipt('attention')}; all kernels in {file.name}"
+        notes = f"all kernels in {file.name}"
         job.say(f"{run.speed()}; {figures}", notes=notes, folded="\n".join(kernels[:SHOWN]))
 
     return measure

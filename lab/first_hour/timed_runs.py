@@ -156,7 +156,7 @@ def measure_speed(*words: str, **environment: str) -> Callable[[Job], None]:
 
     def measure(job: Job) -> None:
         run = speed(job, "trainer.devices=1", *words, **environment)
-        job.say(run.speed(), notes=run.receipt("attention", "strategy"))
+        job.say(run.speed(), notes=run.receipt("strategy"))
 
     return measure
 

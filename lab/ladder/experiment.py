@@ -30,9 +30,9 @@ from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import Index, load_index
 from lockstep_gpt.data.windows import Batch as Pair
 from lockstep_gpt.data.windows import StreamWindows, read_windows
+from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
-from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.schedule import Schedule
 from lockstep_gpt.training.building import schedule_of

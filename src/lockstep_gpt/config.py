@@ -30,13 +30,12 @@ from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.settings import Checked, as_typed, check, setting
 from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.kernel_settings import KernelConfig
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
 
 OPEN_GROUPS = ("module", "trainer", "strategy", "callbacks", "logger")  # arguments of classes
 GPT_MODULE = f"{__package__}.training.module.GPTModule"  # `module._target_` of module=gpt
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true", "auto")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 
 if TYPE_CHECKING:
     AnyData = DataConfig
@@ -57,14 +56,9 @@ class Config(Checked):
     resume: str = setting(
         "none; auto: continue run_dir if it exists; a run or checkpoint: start from it", "none"
     )
-    test: bool = setting("test the trained model on the test split", False)
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
     trust_run_dir: bool = setting("resume=auto: use unknown classes in run_dir/config.yaml", False)
-    precision: str = setting(
-        "precision of forward and backward; auto: bf16-mixed or 32-true, whichever is faster here",
-        "32-true",
-        choices=PRECISIONS,
-    )
+    precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
         "device's dense peak TFLOPS, for throughput/mfu; null: looked up", None, above=0
@@ -81,7 +75,6 @@ class Config(Checked):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +94,8 @@ class Config(Checked):
         rule = "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto"
         check("resume", self.resume.lower(), is_path, rule)
         self._check_module()
-        check_trainer(self.trainer, clips_itself=not self.trains_gpt)
+        is_endless = not isinstance(self.data, DataModuleConfig)
+        check_trainer(self.trainer, clips_itself=not self.trains_gpt, is_endless=is_endless)
         check_strategy(self.strategy)
 
     def _check_module(self) -> None:
@@ -174,7 +168,6 @@ GROUPS: dict[str, type[Checked]] = {
     "checkpoint": CheckpointConfig,
     "guard": GuardConfig,
     "launch": LaunchSettings,
-    "kernels": KernelConfig,
 }
 
 

@@ -24,6 +24,7 @@ from lockstep_gpt import stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices, resolving
@@ -42,7 +43,7 @@ from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
-from lockstep_gpt.training import ending, kernels, train
+from lockstep_gpt.training import ending, train
 from lockstep_gpt.training.batches import build_data, tokens_of_sample
 from lockstep_gpt.training.building import (
     beginning,
@@ -108,14 +109,10 @@ def build(config: DictConfig) -> Parts:
     if not hasattr(config, "items"):
         raise UserError(f'build({config!r}): write build(compose("experiment=smoke"))')
     values, checked = _checked(config)
-    rule = "is for the command; call trainer.test(module, data), which returns the loss"
-    check("test", True, not checked.test, rule)
     rule = "is for the command; call trainer.fit(module, data, ckpt_path=...)"
     check("resume", checked.resume, checked.resume == "none", rule)
     placement = _one_rank(checked)
     values["trainer"] = resolving.resolved_trainer(values, placement)
-    values["precision"] = resolving.resolved_precision(values, placement)
-    values["kernels"] = resolving.resolved_kernels(values)
     batch = _batch(checked, placement)
     values["batch"]["global_size"] = batch.global_size
     if checked.run_dir is None:
@@ -157,8 +154,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
         values["data"]["fingerprint"] = prepare_data(from_container(values))
     config = from_container(values)
     if config.trains_gpt:
-        config = kernels.decided(config)
-        kernels.use(config)
+        choose_matrix_products(config.trainer["accelerator"])
     torch.manual_seed(config.seed)
     ranks = Ranks()
     batch = train.batch_of(config, ranks)

@@ -9,8 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 P = ParamSpec("P")
@@ -18,27 +17,6 @@ R = TypeVar("R")
 
 # The base class of all BatchNorm layers, also of SyncBatchNorm: torch has no public one.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-
-
-def attention_kernel(
-    q: Tensor, dropout: float, mask: Tensor | None = None, k: Tensor | None = None
-) -> SDPBackend:
-    """Return the kernel that scaled dot-product attention would take for queries like `q`.
-
-    Public functions only say which kernels are enabled, not which one is chosen.
-
-    Args:
-        q: of shape (B, heads, T, width of a head).
-        dropout: probability that a weight is set to 0; some kernels can't do that.
-        mask: whether a query sees a key; None: each sees itself and earlier ones.
-        k: keys and values; if they have fewer heads, several queries' heads share one. None: of the
-            shape of `q`.
-    """
-    if k is None:
-        k = q
-    is_shared = k.shape[1] < q.shape[1]
-    choice = torch._fused_sdp_choice(q, k, k, mask, dropout, mask is None, enable_gqa=is_shared)
-    return SDPBackend(choice)
 
 
 def has_fast_bfloat16() -> bool:

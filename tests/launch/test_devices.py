@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_by_rule
+from lockstep_gpt.launch.devices import Placement, gpu_count, place
 
 
 @pytest.fixture
@@ -61,31 +63,6 @@ def test_without_device_files_nvidia_smi_is_asked(fake_gpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "precision"),
-    [
-        ("vendor_id : AuthenticAMD\nflags : fpu avx512f avx512_bf16 xsave", "bf16-mixed"),
-        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16 amx_tile", "bf16-mixed"),
-        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 xsave", "32-true"),  # half as fast
-        ("Features : fp asimd bf16 i8mm", "bf16-mixed"),  # as Linux names it on ARM
-        ("flags : fpu avx2 avx512f avx512_vnni", "32-true"),
-        (None, "32-true"),
-    ],
-)
-def test_by_rule_a_cpu_computes_in_bfloat16_if_that_is_faster(
-    tmp_path, monkeypatch, flags, precision
-):
-    monkeypatch.setattr(devices, "CPU_FLAGS", tmp_path / "cpuinfo")
-    if flags:
-        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
-    assert precision_by_rule("cpu") == precision
-
-
-def test_by_rule_gpus_compute_in_bfloat16_and_macs_do_not():
-    assert precision_by_rule("cuda") == "bf16-mixed"
-    assert precision_by_rule("mps") == "32-true"
-
-
-@pytest.mark.parametrize(
     ("gpus", "trainer", "placement"),
     [
         (0, {}, Placement("cpu", 1, 1)),
@@ -127,3 +104,11 @@ def test_nccl_is_rejected_on_a_cpu(fake_gpus):
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
+
+
+def test_a_mac_s_gpu_is_taken_by_its_name_alone(fake_gpus):
+    fake_gpus(0)
+    settings = {"devices": "auto", "num_nodes": 1}
+    named = Config(max_steps=1, trainer={"accelerator": "mps", **settings})
+    assert place(named) == Placement("mps", 1, 1)
+    assert place(replace(named, trainer={"accelerator": "auto", **settings})).accelerator == "cpu"

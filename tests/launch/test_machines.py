@@ -91,15 +91,6 @@ def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):
     assert start_machine(run, values_of()) == 41  # settings of one machine may differ
 
 
-def test_a_machine_that_joins_late_is_not_refused_for_what_the_run_has_decided(run):
-    run.create({**values_of(), "precision": "auto", "kernels": {"products": None}})
-    settings = {"precision": "32-true", "kernels": {"products": "blas"}}
-    run.keep_decisions({"settings": settings, "measured": {}})
-    values = {**values_of(), "precision": "auto", "kernels": {"products": None}}
-    assert start_machine(run, values) == 41
-    assert run.values()["precision"] == "32-true"
-
-
 def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
     with pytest.raises(RunError, match=r"after 0\.3 s it lacks config\.yaml"):
         start_machine(run, values_of())

@@ -42,8 +42,9 @@ UNKNOWN_NAMES = {
     "batch.x.y=3": f"unknown setting batch.x.y; {SEE_ALL}",
     "strategy=fsdp2 strategy.comm_hook=fp16": "strategy.comm_hook is a setting of strategy=ddp, "
     "which is not chosen here",
-    "trainer.max_steps=5": "trainer.max_steps=5 cannot be set there; set max_steps instead",
-    "+trainer.precision=64": "trainer.precision=64 cannot be set there; set precision instead",
+    "trainer.max_steps=5": "trainer.max_steps=5 has another name; set max_steps, without trainer",
+    "+trainer.precision=64": "trainer.precision=64 has another name; set precision, "
+    "without trainer",
     "+trainer.profile=simple": "trainer.profile=simple: Trainer has no argument profile; "
     "did you mean profiler?",
     f"{SAMPLE}={ORDER}.Ordr": f"{SAMPLE}={ORDER}.Ordr: {ORDER} has no Ordr; did you mean Order?",
@@ -80,7 +81,8 @@ IN_YAML = {
     "model: {heads: 2}": "In 'experiment/mine': unknown setting model.heads; did you mean "
     "model.n_head?",
     "optim: {lr: fast}": "In 'experiment/mine': optim.lr=fast must be a number",
-    "trainer: {max_steps: 3}": "trainer.max_steps=3 cannot be set there; set max_steps instead",
+    "trainer: {max_steps: 3}": "trainer.max_steps=3 has another name; set max_steps or "
+    "max_tokens, without trainer",
 }
 
 
@@ -141,7 +143,6 @@ def test_yaml_that_cannot_be_parsed_is_named_by_file_and_line(recipe, text, numb
         ("run_name=${nope}", "Interpolation key 'nope' not found"),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
         ("~model", "Key 'model' is not in struct full_key: hydra.runtime.choices.model"),
-        ("trainer.profiler=simple", "To append to your config use +trainer.profiler=simple"),
         ("hydra.zz=3", "Could not override 'hydra.zz'."),
         ("--config-name smoke", "Cannot find primary config 'smoke'."),
         ("-cp /no/such/folder", "Primary config directory not found."),

@@ -10,7 +10,6 @@ from torch._subclasses import FakeTensorMode
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.windows import Stored
-from lockstep_gpt.model import functional
 from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.seeds import seed_device
 
@@ -67,11 +66,3 @@ def test_tokens_are_copied_as_int32(stored):
     with FakeTensorMode(allow_non_fake_inputs=True):
         sent = transfer(None, Stored(windows, 2), DEVICE)
     assert (sent.ids.dtype, sent.ids.device, sent.real) == (torch.int32, DEVICE, 2)
-
-
-def test_the_receipt_names_its_kernels():
-    before = torch.get_float32_matmul_precision()
-    try:
-        assert functional.choose_matrix_products("mps") == "Metal"
-    finally:
-        torch.set_float32_matmul_precision(before)

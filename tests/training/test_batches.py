@@ -133,14 +133,16 @@ def counting(command):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_on_a_user_s_data_module_trains_validates_tests_and_resumes(counting, devices):
     words = ["train", "--config-dir", "conf", "experiment=smoke", "data=counting", "logger=none"]
-    words += ["trainer=cpu", f"trainer.devices={devices}", "test=true", "data.rows=128"]
+    words += ["trainer=cpu", f"trainer.devices={devices}", "data.rows=128"]
     result = counting(*words, "run_dir=runs/own", PYTHONPATH=str(counting.folder))
     assert "counting.Counting, a data module of your own\n" in result.stdout
     assert "returns a DataLoader, not a train_loader: the order of samples, rest" in result.stdout
     summary = counting.summary("runs/own")
     assert summary["status"] == "done"
     assert summary["val_loss"] < 2.1  # of ln 10 = 2.3
-    assert summary["test_loss"] == pytest.approx(summary["val_loss"], abs=0.1)
+    tested = ("evaluate", "runs/own", "--split", "test", "--json")
+    result = json.loads(counting(*tested, PYTHONPATH=str(counting.folder)).stdout)
+    assert result["test/loss"] == pytest.approx(summary["val_loss"], abs=0.1)
     again = ("train", "run_dir=runs/own", "resume=auto", "max_steps=30")
     counting(*again, PYTHONPATH=str(counting.folder))
     summary = counting.summary("runs/own")

@@ -9,6 +9,7 @@ In a LightningDataModule:
         return eval_loader(self.val, self.batch, self.trainer, workers=4)
 """
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,6 +72,16 @@ class TrainLoader(Iterable[Any]):
         """Return how many samples all ranks together have seen up to optimizer step `step`."""
         return self._saved["samples"] + (step - self._saved["step"]) * self._samples_per_step()
 
+    def _position(self, step: int) -> int:
+        """Return the position at which the samples of the update after `step` begin.
+
+        With `overfit_batches`, each epoch has the first micro-batches of the run again.
+        """
+        if not getattr(self.trainer, "overfit_batches", 0):  # its class doesn't declare it
+            return self.samples_seen(step)
+        steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        return step % steps * self._samples_per_step()
+
     def _samples_per_step(self) -> int:
         micro_batches = data_place(self.trainer).size * self.trainer.accumulate_grad_batches
         return self.micro_size * micro_batches
@@ -93,7 +104,7 @@ class TrainLoader(Iterable[Any]):
             place.rank,
             place.size,
             self.trainer.accumulate_grad_batches,
-            self.samples_seen(self.trainer.global_step),
+            self._position(self.trainer.global_step),
         )
         # Lightning counts, and takes fewer of them to end an epoch that is resumed.
         count = None if self.size is None else len(self)
@@ -112,7 +123,7 @@ class TrainLoader(Iterable[Any]):
 
         Numbers count the micro-batches of a step over all ranks.
         """
-        first = self.samples_seen(step) + number * self.micro_size
+        first = self._position(step) + number * self.micro_size
         positions = first + np.arange(self.micro_size)
         return self.batches.reader.__getitems__(Places(first, self.order(positions)))
 

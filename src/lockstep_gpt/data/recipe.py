@@ -84,7 +84,7 @@ def source_of(config: DataConfig) -> Source:
     if not isinstance(config, Source):
         raise UserError(
             f"data._target_={config._target_} makes its own batches, so there are no prepared "
-            "tokens; set test=true for training, or give a text with `evaluate RUN --data PATH`"
+            "tokens; give a text with `evaluate RUN --data PATH`"
         )
     return replace(config)
 

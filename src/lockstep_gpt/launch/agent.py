@@ -34,7 +34,6 @@ from lockstep_gpt.launch import machines, meeting, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.launch_settings import Launch
 from lockstep_gpt.launch.shared_stop import SharedStop
-from lockstep_gpt.launch.torch_build import refuse_missing
 from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import deaths, last_line
 from lockstep_gpt.run.directory import RunDirectory
@@ -66,7 +65,6 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
     has_peers = launch.nodes > 1
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:
         try:
-            refuse_missing(launch)
             if has_peers:
                 rendezvous = machines.rendezvous_parameters(launch, node_rank)
             else:

@@ -6,9 +6,7 @@ from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
-from lockstep_gpt.training import trainer_settings
 
-CLIPPING = [f"trainer.{name}" for name in trainer_settings.CLIPPING]
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
@@ -37,7 +35,7 @@ def _added(word: str, words: list[str]) -> str:
     """Let Hydra accept an argument of the user's class that its YAML file doesn't list."""
     group, dot, rest = word.partition(".")
     is_argument = bool(dot) and "=" in rest
-    if is_argument and (group == "module" or word.partition("=")[0] in CLIPPING):
+    if is_argument and group in ("module", "trainer"):
         return f"++{word}"
     if is_argument and group == "data" and _names_own_data(words):
         return f"++{word}"

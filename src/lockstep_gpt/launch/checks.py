@@ -7,7 +7,6 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import tensor_sizes
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
-    apple,
     refused_callbacks,
     targets,
     variables,
@@ -21,7 +20,7 @@ from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
 AUTO = "lockstep_gpt.distributed.strategies.auto"
 DDP = "lockstep_gpt.distributed.strategies.ddp"
 FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
-GROUPS_OF_GPT = ("model", "optim", "packing", "kernels")
+GROUPS_OF_GPT = ("model", "optim", "packing")
 OF_GPT = ("batch.reference_size", "peak_tflops")
 SHARD_DTYPES = ("float32", "bfloat16")
 SHARDABLE = ("adamw", "muon")  # optimizers that update shards
@@ -94,7 +93,7 @@ def _refuse_unshardable(config: Config) -> None:
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
     check_switch("strategy.reduce_each", strategy.get("reduce_each", False))
-    fits = config.precision in ("32-true", "bf16-mixed", "auto")
+    fits = config.precision in ("32-true", "bf16-mixed")
     rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or ddp"
     check("precision", config.precision, fits, rule)
     fits = config.optim.algorithm in SHARDABLE
@@ -131,8 +130,6 @@ def _refuse_unsplittable(config: Config) -> None:
 def refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices, or variables of this machine, can't do."""
     variables.refuse_absent_interfaces(placement)
-    if placement.accelerator == "mps":
-        apple.refuse_impossible(config, placement)
     backend = config.strategy.get("process_group_backend")
     has_gpus = placement.accelerator == "cuda"
     if has_gpus and config.tensor_parallel > 1:

@@ -1,7 +1,6 @@
 """The devices of a run: resolves `auto` to those present, without torch."""
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -12,13 +11,12 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import apple, checks, launcher, slurm, variables
+from lockstep_gpt.launch import checks, launcher, slurm, variables
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
 DEVICE_FILES = Path("/dev")
-CPU_FLAGS = Path("/proc/cpuinfo")  # only on Linux
 
 
 def place(config: Config, *, is_resumed: bool = False) -> Placement:
@@ -85,9 +83,12 @@ def _is_count(value: Any) -> bool:
 
 
 def accelerator_of(wanted: str) -> str:
-    """Return cpu, cuda, or mps for `wanted`, or raise a `UserError`."""
-    if apple.is_chosen(wanted):
-        return "mps"
+    """Return cpu, cuda, or mps for `wanted`, or raise a `UserError`.
+
+    A Mac's GPU is only taken by its name; Lightning says if there is none.
+    """
+    if wanted == "mps":
+        return wanted
     has_gpus = wanted != "cpu" and gpu_count() > 0
     rule = f"needs a GPU, but {_describe_gpus(0)}; set trainer=cpu to run without one"
     check("trainer.accelerator", wanted, has_gpus or wanted in ("cpu", "auto"), rule)
@@ -114,21 +115,6 @@ def _gpus_of_nvidia_smi() -> int:
         return 0
     listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
-def precision_by_rule(accelerator: str) -> str:
-    """Return what `precision=auto` means where nothing is measured.
-
-    It is `bf16-mixed` on NVIDIA GPUs, and on CPUs that multiply bfloat16 faster than float32.
-    """
-    if accelerator == "cuda":
-        return "bf16-mixed"
-    facts = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""
-    # With avx512_bf16 alone, Intel's processors take twice as long as with float32.
-    is_intel = "GenuineIntel" in facts
-    fast = r"\b(amx_bf16)\b" if is_intel else r"\b(avx512_bf16|amx_bf16|bf16)\b"
-    is_fast = accelerator == "cpu" and re.search(fast, facts)
-    return "bf16-mixed" if is_fast else "32-true"
 
 
 def _describe_gpus(count: int) -> str:

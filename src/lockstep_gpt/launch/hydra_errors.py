@@ -23,7 +23,6 @@ from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.settings import as_typed
-from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS, owned_key_line
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 QUOTES = """to set a text, quote it for Hydra and for the shell: 'NAME="TEXT"'"""
@@ -103,11 +102,9 @@ def _unknown_choice(error: MissingConfigException) -> str | None:
 def _unknown_setting(path: str, value: str) -> str | None:
     """Return that there is no such setting, and the nearest; None if Hydra's text is better."""
     group = path.partition(".")[0]
-    parent, _, name = path.rpartition(".")
+    parent = path.rpartition(".")[0]
     if group == "hydra":
         return None
-    if parent == "trainer" and name in OWNED_TRAINER_KEYS:
-        return owned_key_line(name, value)
     extra = extra_of_group(group)
     if extra is not None:
         return f"{path}={value} needs {how_to_add(extra)}"

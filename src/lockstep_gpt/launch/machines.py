@@ -62,7 +62,7 @@ def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: f
     error_class: type[Exception] = RunError  # it may still come
     while time.monotonic() < started + seconds:
         if run.config.is_file():
-            differing = differences(run.frozen(), values)
+            differing = differences(run.values(), values)
             if not differing:
                 return
             fault = f"has a different configuration than this machine's: {', '.join(differing)}"

@@ -1,19 +1,14 @@
 """Decides, before ranks start, what each of them could otherwise decide differently."""
 
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from lockstep_gpt.config import GPT_MODULE, Config, with_defaults
-from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.kernel_settings import KernelConfig
 
 
 def is_sweep() -> bool:
@@ -42,8 +37,6 @@ def resolved_values(
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name.replace("/", "-"),
         "batch": {**batch, "global_size": global_size},
-        "precision": resolved_precision(values, placement),
-        "kernels": resolved_kernels(values),
         "trainer": resolved_trainer(values, placement),
         "logger": loggers_of_job(values["logger"], run),
     }
@@ -57,41 +50,6 @@ def named_after(choices: Mapping[str, Any]) -> tuple[str, str]:
     """
     is_gpt = choices["module"] == "gpt"
     return str(choices["model" if is_gpt else "module"]), str(choices["data"])
-
-
-def resolved_precision(values: dict[str, Any], placement: Placement) -> str:
-    """Return the precision; `auto` only if rank 0 will measure which is faster.
-
-    For a module of the user's, `auto` is 32-true: what is measured or known is about the GPT.
-    """
-    precision = str(values["precision"])
-    if precision != "auto":
-        return precision
-    if with_defaults(values)["module"]["_target_"] != GPT_MODULE:
-        return "32-true"
-    is_measured = (
-        values.get("kernels", {}).get("measure") and values["batch"]["exact_micro_size"] is None
-    )
-    if placement.accelerator == "cpu" and is_measured:
-        return precision
-    return devices.precision_by_rule(placement.accelerator)
-
-
-def with_precision(config: Config, accelerator: str) -> Config:
-    """Return the settings of a run that only a forecast is made of, with a precision."""
-    if config.precision != "auto":
-        return config
-    return replace(config, precision=devices.precision_by_rule(accelerator))
-
-
-def resolved_kernels(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of kernels; OMP_NUM_THREADS decides the threads before a measurement."""
-    # A run of an earlier version has no such settings.
-    kernels = {**asdict(KernelConfig()), **values.get("kernels", {})}
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if kernels["measure"] and kernels["threads"] is None and threads.isdigit() and int(threads):
-        return {**kernels, "threads": int(threads)}
-    return kernels
 
 
 def loggers_of_job(loggers: dict[str, Any], run: RunDirectory) -> dict[str, Any]:

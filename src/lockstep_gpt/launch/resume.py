@@ -100,23 +100,11 @@ def _resume_with_choices(run: RunDirectory, composed: DictConfig) -> int:
     values["logger"] = resolving.loggers_of_job(values["logger"], run)
     if values["batch"]["global_size"] is None:
         values["batch"]["global_size"] = run.load().batch.global_size
-    _keep_decisions(values, run.values())
     typed = typed_choices(words)
     overrides = [word for word in words if not names_group(word)]
     _refuse_other_choices(run, values, typed, overrides)
     strategy = values["strategy"] if "strategy" in typed else None
     return resume(run, overrides, values, strategy)
-
-
-def _keep_decisions(composed: dict[str, Any], frozen: dict[str, Any]) -> None:
-    """Replace what `composed` leaves open to a measurement by what the run has decided."""
-    if composed["precision"] == "auto":
-        composed["precision"] = frozen["precision"]
-    kernels = {"measure": False, **frozen.get("kernels", {})}
-    open_ones = {
-        name: kernels.get(name) for name, value in composed["kernels"].items() if value is None
-    }
-    composed["kernels"] |= {"measure": kernels["measure"], **open_ones}
 
 
 def _refuse_other_choices(
@@ -195,8 +183,6 @@ def resume(
         _refuse_fewer_steps(run, steps)
     resolved = {
         **values,
-        "precision": resolving.resolved_precision(values, placement),
-        "kernels": resolving.resolved_kernels(values),
         "trainer": resolving.resolved_trainer(values, placement),
     }
     permit = partial(trust.permit, run, sets_switch(arguments, "trust_run_dir"), composed)
@@ -233,7 +219,7 @@ class ResumedRun:
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        files = (self.run.config, self.run.kernels, self.run.overrides)
+        files = (self.run.config, self.run.overrides)
         self._files = {path: path.read_bytes() if path.exists() else None for path in files}
         with self.run.writing(UserError):
             with replacing(self.run.overrides) as file:
@@ -296,8 +282,6 @@ def _updated_values(
         old = OmegaConf.select(base, name)
         new = override.value()
         if new is None and name in DECIDED_ONCE:  # already decided
-            continue
-        if (name, new) == ("precision", "auto"):  # measured when the run began
             continue
         OmegaConf.update(base, name, new, force_add=True)
         if new != old and name != "resume_force":

@@ -30,7 +30,6 @@ from lockstep_gpt.errors import ReportedError, UserError
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.launch import (
     devices,
-    host_memory,
     launcher,
     machines,
     rank_program,
@@ -263,7 +262,6 @@ def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, B
     placement = devices.place(config, is_resumed=is_resumed)
     places = (placement.devices, placement.nodes)
     batch = config.batch.build().spread_over(*places, config.tensor_parallel)
-    host_memory.refuse_too_large(config, placement, batch)
     # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
     fixed = replace(config.batch, global_size=batch.global_size).build()
     for count in range(config.launch.min_nodes or placement.nodes, placement.nodes):
@@ -291,8 +289,6 @@ def prepare_data(config: Config, verify: bool = False, tell: bool = False) -> st
     folder = data_prepare.prepare(config.data, verify, tell)
     index = shards.load_index(folder)
     shards.check_block_size(index, config.model.block_size)
-    if config.test and "test" not in index.splits:
-        raise UserError(f"test=true needs a test split; set {index.test_settings()}")
     packing_of(config.packing._target_).prepare(folder, config.model.block_size)
     return index.fingerprint
 

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.model import cpu_kernels
-
-PRODUCTS_OF_GPUS = {"cuda": "TF32", "mps": "Metal"}  # of float32 matrices, as a receipt names them
+SHORT = 128  # on a CPU, plain products compute attention of up to so many tokens
 IGNORE = -100  # a target with this value doesn't count
 MANY_LOGITS = 1 << 25  # more logits than this are computed in chunks
 CHUNK_LOGITS = 1 << 23  # logits per chunk
@@ -28,7 +26,7 @@ def causal_attention(
     """
     k, v, is_shared = with_heads_of(q, k, v)
     T, D = q.shape[-2:]
-    if q.device.type != "cpu" or cpu_kernels.in_use.longest_plain < T:
+    if q.device.type != "cpu" or T > SHORT:
         settings: Any = {"is_causal": True, "scale": scale, "enable_gqa": is_shared}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
     shares = causal_shares(q, k, scale)
@@ -72,17 +70,6 @@ def shares_heads(q: Tensor) -> bool:
         and q.shape[-1] <= 128  # some GPUs have no fused kernel for the gradients of wider heads
         and torch.cuda.get_device_properties(q.device).major >= 8
     )
-
-
-def choose_matrix_products(device: str) -> str:
-    """Select the fastest float32 matrix products that are exact enough; return their name.
-
-    On a CPU this is a rule; `training/kernels.py` measures.
-    """
-    if device == "cpu":
-        return cpu_kernels.name_of_products(cpu_kernels.use_exact_products())
-    torch.set_float32_matmul_precision("high")
-    return PRODUCTS_OF_GPUS[device]
 
 
 def is_narrow(device: str) -> bool:

@@ -104,7 +104,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self.wait()
         if self._writer is not None:
             checkpoint = self._snapshot(checkpoint)
-        self._run_in_order(self._save, checkpoint, Path(path), storage_options)
+        self._run_in_order(self._write, checkpoint, Path(path), storage_options)
 
     def _run_in_order(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run `action` now, or in the background after all earlier actions."""

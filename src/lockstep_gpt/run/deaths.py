@@ -12,19 +12,16 @@ TAIL = 20_000  # characters at the end of a log that may say why a process died
 FRAME = re.compile(r'^ *File "(?!.*/(?:site-packages|lib/python))(.+)", line (\d+), in (.+)$')
 
 
-def explain_deaths(
-    run: RunDirectory, ended: dict[int, Ending], less_memory: str = remedies.LESS_MEMORY
-) -> str:
+def explain_deaths(run: RunDirectory, ended: dict[int, Ending]) -> str:
     """Return cause and remedy from the ended ranks' logs, or from the signals that ended them.
 
     Args:
         run: has the logs.
         ended: rank -> how it ended.
-        less_memory: how to use less of a device's memory.
     """
     logs = {rank: _end_of(run.log_of(rank)) for rank in ended}
     for rank, ending in ended.items():
-        explanation = remedies.explain_death(ending.killed_by, logs[rank], less_memory)
+        explanation = remedies.explain_death(ending.killed_by, logs[rank])
         if explanation:
             return explanation + _places_of_waiting(logs)
     return ""

@@ -51,7 +51,6 @@ class RunDirectory:
         self.path = path
         self.lock = RunLock(path / ".lock", f"run_dir={path}")
         self.config = path / "config.yaml"  # frozen; references to the environment stay references
-        self.kernels = path / "kernels.json"  # what rank 0 measured and decided when it began
         self.log = path / "train.log"  # what rank 0 reported
         self.metrics = path / "metrics.csv"  # one row for each logged step
         self.trace = path / "trace.csv"  # the bits of each step, with guard.trace=true
@@ -121,22 +120,11 @@ class RunDirectory:
         if self.token() is None:  # an earlier version created the run
             self._name_in_memory()
         replace_text(self.config, frozen_text(values))
-        self.kernels.unlink(missing_ok=True)  # `values` has what it decided for the whole run
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still reports it
 
     def values(self) -> dict[str, Any]:
-        """Return the frozen configuration as plain values, or raise a `UserError`.
-
-        They include what the run decided when it began, except for its threads: each start has its
-        own cores.
-        """
-        values = self.frozen()
-        settings = self.decisions().get("settings")
-        if settings is None:
-            return values
-        threads = values.get("kernels", {}).get("threads")
-        kernels = {**settings["kernels"], "threads": threads}
-        return {**values, "precision": settings["precision"], "kernels": kernels}
+        """Return the frozen configuration as plain values, or raise a `UserError`."""
+        return read_frozen(self.config)
 
     def resolved(self) -> dict[str, Any]:
         """Return the frozen configuration with all references to the environment resolved.
@@ -150,32 +138,6 @@ class RunDirectory:
             line = str(error).splitlines()[0]
             raise UserError(f"{self.config}: {error.full_key}: {line}; set it") from None
         return cast(dict[str, Any], resolved)
-
-    def frozen(self) -> dict[str, Any]:
-        """Return the values in `config.yaml`, before the run decided what they leave open."""
-        return read_frozen(self.config)
-
-    def keep_decisions(self, decisions: dict[str, Any]) -> None:
-        """Keep the `settings` that the run has decided, and what it `measured` for that."""
-        replace_text(self.kernels, json.dumps(decisions, indent=2) + "\n")
-
-    def decisions(self) -> dict[str, Any]:
-        """Return `kernels.json`; empty if nothing has been decided since the command began.
-
-        Raises:
-            UserError: it is damaged.
-        """
-        with readable(self.kernels):
-            if not self.kernels.exists():
-                return {}
-        content, fault = read_object(self.kernels)
-        settings = content.get("settings")
-        if fault or not isinstance(settings, dict) or {*settings} != {"precision", "kernels"}:
-            raise UserError(
-                f"{self.kernels} is damaged; restore it, or delete it: the run then decides again "
-                "which kernels are fastest, and its bits may change"
-            )
-        return content
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""

@@ -16,13 +16,12 @@ def report_failure(
     ranks: Ranks,
     error: BaseException,
     terminal: TextIO,
-    less_memory: str = remedies.LESS_MEMORY,
 ) -> int:
     """Record the failure of this rank while its exception is handled; return the exit status.
 
     All ranks write the stack to their logs, with an explanation if the error is a known one. The
     first one shows it on the terminal, too. Mistakes and events need no stack, but a line, which
-    `last_line` shows at the end. `less_memory` says how to use less of a device's memory.
+    `last_line` shows at the end.
     """
     if isinstance(error, UserError):
         line = f"{PROGRAM} train: {error}"
@@ -30,7 +29,7 @@ def report_failure(
     if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__  # Lightning has replaced it
     stack = traceback.format_exc()
-    cause = remedies.explain(stack, less_memory)
+    cause = remedies.explain(stack)
     text = f"{cause}\n\n{stack}" if cause else stack
     last_line.append(directory.log_of(ranks.rank), text)
     if lost_peers(error) and not remedy_of_limit(error):

@@ -8,19 +8,17 @@ import signal
 
 OUT_OF_MEMORY = r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
 COLLECTIVE_TIMEOUT = r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog"
-LESS_MEMORY = "a smaller micro-batch, a smaller model, or devices with more memory"
+LESS_MEMORY = (
+    "lower batch.micro_size, which changes nothing else; or take "
+    "model.activation_checkpointing=true, precision=bf16-mixed, a smaller model, or devices with "
+    "more memory"
+)
 
 
-def explain(text: str, less_memory: str = LESS_MEMORY) -> str:
-    """Return a failure's cause and remedy, or an empty string if it is unknown.
-
-    Args:
-        text: the message, perhaps among others.
-        less_memory: how to use less of a device's memory.
-    """
+def explain(text: str) -> str:
+    """Return cause and remedy of a failure whose message is in `text`; empty if unknown."""
     if re.search(OUT_OF_MEMORY, text):
-        cause = "one micro-batch needs more memory than a device has"
-        return _lines(cause, less_memory)
+        return _lines("one micro-batch needs more memory than a device has", LESS_MEMORY)
     if re.search(COLLECTIVE_TIMEOUT, text):
         return _lines(
             "a rank joined an all-reduce late or never: it hung, died on another machine, or was "
@@ -32,9 +30,9 @@ def explain(text: str, less_memory: str = LESS_MEMORY) -> str:
     return ""
 
 
-def explain_death(signum: int, log: str, less_memory: str = LESS_MEMORY) -> str:
+def explain_death(signum: int, log: str) -> str:
     """Return cause and remedy of a rank's death, from its log or its signal (0: none)."""
-    explanation = explain(log, less_memory)
+    explanation = explain(log)
     if not explanation and signum == signal.SIGKILL:
         return _lines(
             "killed from outside, most often by the system when memory ran out",

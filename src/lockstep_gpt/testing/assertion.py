@@ -280,7 +280,7 @@ NOT_AGAIN = (
 
 def refuse_inexact(run: RunDirectory, ranks: Sequence[int], tolerance: float | None) -> None:
     """Raise a `UserError` if bits should be equal and gradients are added in another order."""
-    exact = run.frozen().get("batch", {}).get("exact_micro_size")
+    exact = run.values().get("batch", {}).get("exact_micro_size")
     if tolerance is None and exact is None and len({*ranks}) > 1:
         raise UserError(
             "tolerance=None needs equal bits, and batch.exact_micro_size=null gives them only on "

@@ -37,8 +37,6 @@ from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
-from lockstep_gpt.run.callbacks.overhead import Overhead
-from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport
 from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
@@ -61,6 +59,13 @@ from lockstep_gpt.training.optim import (
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.trace import Trace
+
+# What `trainer` may set: a run ends after its steps, not epochs, and its receipt names the model.
+DEFAULTS = {
+    "max_epochs": -1,
+    "min_epochs": 0,  # with `min_steps`, Lightning's default is a whole epoch, which may never end
+    "enable_model_summary": False,
+}
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -145,7 +150,6 @@ def build_guards(
         guards.append(Replays(config.guard.verify_every, config.seed))
     for make_callbacks in additions(CALLBACKS):
         guards += make_callbacks(config, directory, rank, terminal)
-    guards.append(TimeLimitReport())
     guards.append(
         Guards(
             directory,
@@ -291,28 +295,6 @@ def progress_of(trainer: Any, batch: Batch, tokens_per_sample: int) -> dict[str,
     return {"samples": samples, "tokens": samples * tokens_per_sample}
 
 
-def build_overhead(
-    config: Config,
-    checkpoints: Checkpoints,
-    batch: Batch,
-    tokens_per_sample: int,
-    data: LightningDataModule,
-) -> Overhead:
-    """Return what tells the share of the time that validation and saving take."""
-    val_tokens = None
-    if isinstance(data, TokenDataModule):
-        val_tokens = data.val_windows * data.block_size
-    return Overhead(
-        checkpoints,
-        config.val_every,
-        compiled=config.compile,
-        background=config.checkpoint.background,
-        grace_seconds=config.launch.grace_seconds,
-        tokens_per_step=batch.global_size * tokens_per_sample or None,
-        val_tokens=val_tokens,
-    )
-
-
 def build_own_module(config: Config) -> LightningModule:
     """Return the user's module, made of its arguments alone, with initial weights of the seed."""
     torch.manual_seed(config.seed)
@@ -396,12 +378,20 @@ def updating(config: Config) -> list[Callback]:
 def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> list[Callback]:
     """Return the callbacks before the user's, in the order in which they act."""
     return [
-        ValidateEvery(config.val_every),
+        *validating(config),
         MicroBatchSeeds(config.seed),
         metrics,
         *counting(config, data),
         OwnLoaders(),
     ]
+
+
+def validating(config: Config) -> list[Callback]:
+    """Return what validates; nothing if `trainer` lets validations follow epochs."""
+    by_epochs = config.trainer.get("check_val_every_n_epoch") is not None
+    if by_epochs or config.trainer.get("fast_dev_run"):
+        return []
+    return [ValidateEvery(config.val_every)]
 
 
 def counting(config: Config, data: LightningDataModule) -> list[Callback]:
@@ -451,7 +441,9 @@ def build_trainer(
             for name, node in config.callbacks.items()
             if "tokenizer" in of_run or not needs_tokenizer(node)
         ]
-        make_trainer = deferred({**of_batch, **config.trainer, **places})
+        has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
+        defaults = {**DEFAULTS, **of_batch, "enable_progress_bar": has_bar}
+        make_trainer = deferred({**defaults, **config.trainer, **places})
         users = make_trainer.keywords.get("plugins", ())
         trainer: Trainer = make_trainer(
             strategy=build_strategy(config, ranks),
@@ -459,9 +451,6 @@ def build_trainer(
             logger=loggers,
             plugins=with_environment([*plugins, *users], ranks),
             precision=config.precision,
-            max_epochs=-1,
-            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in chosen),
-            enable_model_summary=False,
             log_every_n_steps=config.log_every,
             **arguments,
         )

@@ -35,8 +35,13 @@ def refuse_finished(config: Config, checkpoint: VerifiedCheckpoint) -> None:
 
 
 def status_of(trainer: Trainer) -> str:
-    """Return the status of a run that reached its last step or was stopped by a callback."""
-    if trainer.global_step == trainer.max_steps:
+    """Return the status of a run that reached its last step or was stopped by a callback.
+
+    `trainer.max_epochs` and `trainer.fast_dev_run` let the last epoch end it, too.
+    """
+    last = trainer.max_epochs
+    has_ended = last is not None and 0 <= last <= trainer.current_epoch
+    if trainer.global_step == trainer.max_steps or has_ended:
         return "done"
     return "stopped early"
 
@@ -96,8 +101,6 @@ def last_lines(
     if "val/perplexity" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"
         result = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
-    if "test/loss" in row:
-        result += f", test loss {row['test/loss']:.4f}"
     # Lightning's EarlyStopping has one.
     reasons = [getattr(callback, "stopping_reason_message", "") for callback in callbacks]
     reason = "".join(f"\n  reason       {text}" for text in reasons if text)

@@ -97,7 +97,7 @@ def times(epochs: float) -> str:
 
 
 def facts(
-    config: Config, module: nn.Module, data: LightningDataModule, trainer: Trainer, kernels: str
+    config: Config, module: nn.Module, data: LightningDataModule, trainer: Trainer, products: str
 ) -> dict[str, str]:
     """Return the lines of the receipt that only the running rank knows.
 
@@ -106,7 +106,7 @@ def facts(
         module: the GPT, or the user's module.
         data: what makes the batches.
         trainer: is about to train.
-        kernels: which compute the GPT; empty for another module.
+        products: the library of float32 matrix products; empty if the module decides.
     """
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
@@ -121,7 +121,7 @@ def facts(
         **data_lines(config, data),
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
         f"{counted(torch.get_num_threads(), 'thread')} each",
-        **({"kernels": kernels} if kernels else {}),
+        **({"products": f"float32 matrices by {products}"} if products else {}),
         "strategy": strategy,
         **batchnorm_line(config, module),
     }

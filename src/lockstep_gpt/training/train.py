@@ -18,6 +18,10 @@ from lockstep_gpt.config import Config, as_values
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.flight_recorder import record_collectives
+from lockstep_gpt.distributed.matrix_products import (
+    choose_matrix_products,
+    restored_afterward,
+)
 from lockstep_gpt.distributed.ranks import (
     Ranks,
     backend_of,
@@ -29,7 +33,6 @@ from lockstep_gpt.distributed.ranks import (
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.model import cpu_kernels
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
@@ -59,9 +62,8 @@ from lockstep_gpt.run.resuming import (
     refuse_other_directory,
     state_to_resume,
 )
-from lockstep_gpt.schedule import Schedule, scaled_lr
-from lockstep_gpt.training import ending, kernels, receipt
-from lockstep_gpt.training.advice import advise, attention_line, warn_of_sudden_rate
+from lockstep_gpt.schedule import Schedule
+from lockstep_gpt.training import ending, receipt
 from lockstep_gpt.training.batches import (
     build_data,
     epochs_of,
@@ -75,7 +77,6 @@ from lockstep_gpt.training.building import (
     build_loggers,
     build_metrics,
     build_module,
-    build_overhead,
     build_own_module,
     build_trainer,
     guard_loggers,
@@ -83,7 +84,6 @@ from lockstep_gpt.training.building import (
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
-from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import state_bytes
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
@@ -109,6 +109,7 @@ class Training:
     metrics: Metrics
     metrics_file: MetricsFile
     trainer: Trainer
+    products: str  # the library of the GPT's float32 matrix products
 
 
 def main(directory: RunDirectory, store: Store | None = None) -> int:
@@ -121,7 +122,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
     config = directory.load()
     ranks = Ranks.from_environment()
     output = routed_output(directory, ranks, config.verbosity)
-    with output as terminal, cpu_kernels.restored_afterward():
+    with output as terminal, restored_afterward():
         try:
             started = time.perf_counter()
             training = assemble(directory, config, ranks, terminal, store)
@@ -139,8 +140,7 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
-            remedy = less_memory(config, ranks.world_size)
-            status = report_failure(directory, ranks, error, terminal, remedy)
+            status = report_failure(directory, ranks, error, terminal)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)
@@ -154,9 +154,7 @@ def assemble(
     # Ranks: joining also selects the GPU; meanwhile, the processes of trackers start.
     trackers = guard_loggers(directory, config) if ranks.rank == 0 else {}
     join_others(config, directory, ranks, store)
-    if config.trains_gpt:
-        config = kernels.decided(config, directory)
-        kernels.use(config)
+    products = choose_matrix_products(config.trainer["accelerator"]) if config.trains_gpt else ""
     torch.manual_seed(config.seed)
 
     # Data and module.
@@ -181,10 +179,9 @@ def assemble(
     metrics_file = MetricsFile(directory.metrics, columns_of(tokens))
     checkpoints = build_checkpoints(directory, config, batch, tokens, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    overhead = build_overhead(config, checkpoints, batch, tokens, data)
     memory = build_memory(config, checkpoints, hashes, writer)
     stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
-    saving = [unfit, hashes, Arithmetic(), overhead, stop, checkpoints, memory]
+    saving = [unfit, hashes, Arithmetic(), stop, checkpoints, memory]
     peak_lr = schedule.peak if schedule else None
     loggers = build_loggers(trackers, directory, config, batch, tokens, peak_lr, model)
     trainer = build_trainer(
@@ -202,7 +199,7 @@ def assemble(
     )
     memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
     made = (batch, tokens, schedule, data, tokenizer, module, resume)
-    return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer)
+    return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer, products)
 
 
 def compare_with(config: Config) -> CompareSettings | None:
@@ -301,7 +298,7 @@ def fetch_copy(config: Config, directory: RunDirectory) -> VerifiedCheckpoint | 
 
 def build_writer(config: Config, directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
     """Return what writes this machine's states in memory, on the ranks that do."""
-    if config.checkpoint.memory is False:
+    if config.checkpoint.memory is False or config.trainer.get("fast_dev_run"):
         return None
     return writer_of(
         directory,
@@ -333,31 +330,24 @@ def batch_of(config: Config, ranks: Ranks) -> Batch:
 
 
 def announce(training: Training) -> None:
-    """Print the receipt, and warn of settings that will not have the intended effect."""
+    """Print the receipt."""
     config = training.config
     schedule = training.schedule
     steps = training.trainer.max_steps
     epochs = epochs_of(training.data, steps * training.batch.global_size)
-    advise(config, epochs)
     module: nn.Module = training.module
-    computed_by = ""
     details = receipt.details_of_callbacks(training.trainer)
     if isinstance(module, GPTModule):
         module = module.model
-        measured = training.directory.decisions().get("measured", {})
-        computed_by = kernels.receipt_line(config, measured)
-        details = {"attention": attention_line(config), **details}
-    facts = receipt.facts(config, module, training.data, training.trainer, computed_by)
+    facts = receipt.facts(config, module, training.data, training.trainer, training.products)
     batch = training.batch
     tokens = training.tokens_per_sample
     lines = receipt.receipt_lines(config, batch, tokens, schedule, epochs, facts, details)
     logger.info("%s", receipt.as_text(lines))
-    if schedule is not None:
-        warn_of_sudden_rate(schedule, scaled_lr(1.0, batch, config.optim.lr_scaling))
 
 
 def fit(training: Training, started: float) -> None:
-    """Train to the end, test if that is set, and conclude the run, however it ends.
+    """Train to the end, and conclude the run, however it ends.
 
     Args:
         training: the rank's parts.
@@ -380,8 +370,6 @@ def fit(training: Training, started: float) -> None:
             disk.wait()  # for all writes
         status = ending.status_of(trainer)
         saved = True
-        if training.config.test and status == "done":
-            trainer.test(training.module, training.data, verbose=False)
     except Stopped as stopped:
         status = "stopped"
         saved = stopped.saved

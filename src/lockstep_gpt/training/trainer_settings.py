@@ -2,31 +2,32 @@
 
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
+from lockstep_gpt.settings import check, check_choice, check_switch
 
-# Trainer arguments that our settings replace: two ways to set one could silently disagree.
-_OWNED = {
-    "batch.global_size": "accumulate_grad_batches",
-    "callbacks": "callbacks",
-    "checkpoint.every": "enable_checkpointing",
-    "data.val_tokens": "limit_val_batches limit_test_batches limit_predict_batches",
-    "log_every": "log_every_n_steps",
-    "logger": "logger",
-    "max_steps": "max_steps min_steps max_epochs min_epochs fast_dev_run limit_train_batches "
-    "overfit_batches reload_dataloaders_every_n_epochs",
-    "optim.clip_norm": "gradient_clip_algorithm gradient_clip_val",
-    "precision": "precision",
-    "run_dir": "default_root_dir",
-    "seed": "use_distributed_sampler",
-    "strategy": "strategy",
-    "val_every": "check_val_every_n_epoch num_sanity_val_steps val_check_interval",
-    "verbosity": "barebones enable_model_summary enable_progress_bar",
+# Arguments of Lightning's Trainer that are refused, and why: they would break the promise, or have
+# their values from elsewhere, and two ways to set one could silently disagree.
+REFUSED = {
+    "accumulate_grad_batches": "follows from the batch; set batch.micro_size",
+    "barebones": "would switch off what every run writes; leave it out",
+    "callbacks": "is a group of its own; set callbacks",
+    "default_root_dir": "is the run's folder; set run_dir",
+    "log_every_n_steps": "has another name; set log_every",
+    "logger": "is a group of its own; set logger",
+    "max_steps": "has another name; set max_steps, without trainer",
+    "precision": "has another name; set precision, without trainer",
+    "strategy": "is a group of its own; set strategy",
+    "use_distributed_sampler": "follows from the data: our loaders need none",
+    "val_check_interval": "counts micro-batches, and a step has fewer of them on more devices; set "
+    "val_every, which counts steps",
 }
-
-
 CLIPPING = ("gradient_clip_algorithm", "gradient_clip_val")
-OWNED_TRAINER_KEYS = {key: ours for ours, keys in _OWNED.items() for key in keys.split()}
+OF_EPOCHS = (
+    "check_val_every_n_epoch",
+    "max_epochs",
+    "min_epochs",
+    "reload_dataloaders_every_n_epochs",
+)
+MAKES_EPOCHS = ("fast_dev_run", "limit_train_batches", "overfit_batches")
 
 
 MOST_RANKS = 1024
@@ -43,19 +44,20 @@ COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
-def check_trainer(trainer: dict[str, Any], *, clips_itself: bool = False) -> None:
-    """Check the arguments of Lightning's Trainer that decide devices, or that are ours to set.
+def check_trainer(
+    trainer: dict[str, Any], *, clips_itself: bool = False, is_endless: bool = False
+) -> None:
+    """Check the arguments of Lightning's Trainer that decide devices, or that are refused.
 
     Args:
         trainer: the arguments.
         clips_itself: whether the Trainer clips gradients: `optim.clip_norm` is the GPT's.
+        is_endless: whether the training data has no end, and so no epochs, as ours.
     """
-    for key, value in trainer.items():
-        if clips_itself and key in CLIPPING:
-            continue
-        # `limit_val_batches=0` turns off validation, which none of our settings does.
-        if key in OWNED_TRAINER_KEYS and (key, value) != ("limit_val_batches", 0):
-            raise UserError(owned_key_line(key, value))
+    has_epochs = not is_endless or any(trainer.get(name) for name in MAKES_EPOCHS)
+    for name, value in trainer.items():
+        rule = refusal(name, value, clips_itself=clips_itself, has_epochs=has_epochs)
+        check(f"trainer.{name}", value, rule is None, rule or "")
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     count = "a whole number of at least 1"
     fits = devices == "auto" or _is_count(devices)
@@ -68,10 +70,16 @@ def check_trainer(trainer: dict[str, Any], *, clips_itself: bool = False) -> Non
     check_switch("trainer.sync_batchnorm", trainer.get("sync_batchnorm", False))
 
 
-def owned_key_line(key: str, value: Any) -> str:
-    """Return an error line that names our setting for the Trainer's argument `key`."""
-    ours = OWNED_TRAINER_KEYS[key]
-    return f"trainer.{key}={as_typed(value)} cannot be set there; set {ours} instead"
+def refusal(name: str, value: Any, *, clips_itself: bool, has_epochs: bool) -> str | None:
+    """Return why an argument of the Trainer is refused; None if it is passed on."""
+    if name in CLIPPING and not clips_itself:
+        return "is for a module of your own; set optim.clip_norm"
+    if (name, value) == ("enable_checkpointing", False):
+        return "would leave a killed run nothing to continue from; set checkpoint.every=null"
+    if name in OF_EPOCHS and not has_epochs and value not in (None, -1):
+        makers = ", ".join(f"trainer.{maker}" for maker in MAKES_EPOCHS)
+        return f"counts epochs, and token data has none; set max_steps, or one of {makers}"
+    return REFUSED.get(name)
 
 
 def _is_count(value: Any) -> bool:

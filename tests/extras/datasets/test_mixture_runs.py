@@ -160,22 +160,15 @@ def test_a_run_whose_sources_took_turns_by_another_rule_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mixture_is_tested_as_the_command_evaluate_measures_it(command):
+def test_the_command_evaluate_measures_the_whole_test_split_of_each_source(command):
     tests = [f"data.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
-    command.train(*words(command), *tests, "test=true", "run_dir=run")
+    command.train(*words(command), *tests, "run_dir=run")
     result = json.loads(command("evaluate", "run", "--split", "test", "--json").stdout)
-    assert result["test/loss"] == pytest.approx(command.summary("run")["test_loss"], abs=1e-6)
     (place,) = (command.folder / "data").glob("mixture-*")
     splits = json.loads((place / "index.json").read_text())["splits"]
     sizes = [(splits[f"{name}/test"]["tokens"] - 1) // 32 * 32 for name in ("code", "prose")]
     assert result["tokens"] == sum(sizes)
     assert result["bits_per_byte"] > 0
-
-
-def test_a_test_without_a_split_for_it_is_one_line_of_the_mixture(command):
-    error = command.train(*words(command), "test=true", "run_dir=run", status=2).stderr
-    assert "test=true needs a test split; set data.sources.NAME.test_fraction or" in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
+import ast
 import contextlib
 import copy
 import csv
+import gc
 import math
 import time
 from resource import RUSAGE_SELF, getrusage
@@ -12,6 +14,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
+from lockstep_gpt import processes
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
@@ -317,3 +320,52 @@ def test_peak_memory_is_in_bytes_on_each_system(monkeypatch, system, unit):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     before = getrusage(RUSAGE_SELF).ru_maxrss  # getrusage(2): in bytes on macOS, else in KiB
     assert before * unit <= peak_memory() <= getrusage(RUSAGE_SELF).ru_maxrss * unit
+
+
+COUNTER = """
+import gc, lightning
+class Counter(lightning.Callback):
+    def __init__(self):
+        self.frozen = []
+    def on_train_batch_start(self, trainer, *_):
+        self.frozen.append((trainer.global_step, gc.get_freeze_count()))
+    def on_train_end(self, trainer, *_):
+        with open(f"frozen-{trainer.global_rank}", "w") as file:
+            print(dict(self.frozen), file=file)
+"""
+
+
+def frozen_by_step(command, *words, devices=1):
+    """Return how many objects collections leave alone before each step, by rank."""
+    (command.folder / "counter.py").write_text(COUNTER)
+    counter = "+callbacks.counter._target_=counter.Counter"
+    command.train(*words, counter, "run_dir=run", PYTHONPATH=str(command.folder))
+    files = [command.folder / f"frozen-{rank}" for rank in range(devices)]
+    return [ast.literal_eval(file.read_text()) for file in files]
+
+
+def test_after_the_first_step_each_rank_s_collector_leaves_alone_what_it_made(command):
+    words = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+    for frozen in frozen_by_step(command, *words, devices=2):
+        assert frozen[1] > frozen[0] + 1000  # the model, the optimizer, and the Trainer
+        assert frozen[19] <= frozen[1]  # once
+
+
+def test_the_memory_of_a_process_that_goes_on_is_not_frozen(command):
+    (frozen,) = frozen_by_step(command, "trainer=cpu", "launch.inline=true")
+    assert frozen[19] <= frozen[0]
+
+
+def test_a_run_in_a_caller_s_process_freezes_nothing(new_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    before = gc.get_freeze_count()
+    measured(new_run(max_steps=2), tmp_path / "metrics.csv")
+    assert gc.get_freeze_count() <= before
+    monkeypatch.setattr(processes, "_is_own", True)
+    try:
+        measured(new_run(max_steps=2), tmp_path / "own.csv")
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()

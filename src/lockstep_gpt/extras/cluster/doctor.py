@@ -25,7 +25,6 @@ from lockstep_gpt.extras.cluster import environment
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
 from lockstep_gpt.launch import compose, devices, flags, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.launch.resolving import with_precision
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
 WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
@@ -85,9 +84,6 @@ def _examine(values: dict[str, Any], config: Config, options: Any) -> int:
     gc.freeze()
     gc.enable()
     ranks = Ranks.from_environment()
-    config = with_precision(
-        config, devices.accelerator_of(config.trainer.get("accelerator", "auto"))
-    )
     examination = Examination(config, values, ranks, options.wait, took, options.save_profile)
     report = examination.run()
     if ranks.rank == 0:

@@ -15,12 +15,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import lockstep_gpt
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster import gpus
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.settings import counted
-from lockstep_gpt.training.advice import cudnn_version
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
 SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")
@@ -96,8 +97,12 @@ def _version(package: str) -> tuple[str, str]:
 
 def _libraries() -> dict[str, str]:
     """Return the version of cuDNN, if torch has it: attention on a GPU depends on it."""
-    version_of_cudnn = cudnn_version()
-    return {"cuDNN": version_of_cudnn} if version_of_cudnn else {}
+    cudnn: Any = torch.backends.cudnn
+    number = cudnn.version()
+    if number is None:
+        return {}
+    thousands = 10_000 if number >= 90_000 else 1000  # of the major version, from 9 on
+    return {"cuDNN": f"{number // thousands}.{number % thousands // 100}.{number % 100}"}
 
 
 def _fingerprint() -> str:

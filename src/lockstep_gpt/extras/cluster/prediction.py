@@ -26,7 +26,6 @@ from lockstep_gpt.extras.cluster.step_time import (
 )
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST
 from lockstep_gpt.launch.checks import AUTO, DDP
-from lockstep_gpt.launch.resolving import with_precision
 from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 from lockstep_gpt.schedule import scaled_lr
 from lockstep_gpt.training.orthogonalization import flops_of
@@ -114,7 +113,6 @@ def predict(
     Raises:
         UserError: the device's speed in this precision is unknown.
     """
-    config = with_precision(config, hardware.accelerator)
     hardware.flops(config.precision)  # fails early
     vocab_size = vocab_size or vocabulary(config.data)
     room = Room.of(config, hardware, vocab_size)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, built, shaped, step
-from lockstep_gpt.model.functional import choose_matrix_products
 
 GB = 1e9
 SIDE = {"cpu": 768, "cuda": 8192}  # of square matrices, large enough to reach the peak

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorRanks
-from lockstep_gpt.model import cpu_kernels
-from lockstep_gpt.model.cpu_kernels import CpuKernels
+from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 
@@ -103,8 +102,7 @@ def as_on_a_gpu() -> Iterator[None]:
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         return usual(*args, **{**kwargs, "dropout_p": 0.0})
 
-    fused = CpuKernels(longest_plain=0)
-    with changed(F, scaled_dot_product_attention=attention), changed(cpu_kernels, in_use=fused):
+    with changed(F, scaled_dot_product_attention=attention), changed(functional, SHORT=0):
         yield
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.model.cpu_kernels import SHORT
-from lockstep_gpt.model.functional import causal_attention
+from lockstep_gpt.model.functional import SHORT, causal_attention
 
 # Of a CPU: short documents that follow one another share a product of at most this many tokens,
 SPAN = 192

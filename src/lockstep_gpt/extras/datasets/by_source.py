@@ -14,8 +14,6 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.attention_line import AttentionLine
-from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.past import (
@@ -176,10 +174,8 @@ class Sources(StepCallback):
 def callbacks(
     config: Config, directory: RunDirectory, _rank: int, _terminal: Any
 ) -> list[Callback]:
-    """Return the callbacks of a mixture, and of documents that don't see each other."""
+    """Return the callback of a mixture."""
     chosen: list[Callback] = []
     if isinstance(config.data, Mixture):
         chosen.append(Sources(config, directory))
-    if DocumentSettings.of(config).mask:
-        chosen.append(AttentionLine(config))
     return chosen

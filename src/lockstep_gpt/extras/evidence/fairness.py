@@ -16,7 +16,7 @@ from lockstep_gpt.extras.evidence.sides import Runs
 from lockstep_gpt.run.directory import MAY_DIFFER, differences, flat, some_of
 
 # What a run is called, where it is, and who hears of it.
-NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir", "kernels.threads")
+NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")
 OF_VALIDATION = ("data.val_tokens", "data.val_fraction", "model.block_size")
 RATE = "optim.lr"
 MUCH_SLOWER = 1.2  # seconds per step of one side, divided by those of the other

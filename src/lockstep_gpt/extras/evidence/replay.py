@@ -83,9 +83,6 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
         values["strategy"]["process_group_backend"] = None
     if steps.micro_size is not None:
         values["batch"]["micro_size"] = steps.micro_size
-    decided = steps.run.decisions().get("settings")
-    if decided is not None:  # this start would measure its threads anew
-        values["kernels"]["threads"] = decided["kernels"]["threads"]
     values["run_dir"] = str(folder)
     values["logger"] = {}
     values["callbacks"] = {
@@ -98,7 +95,6 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
         "background": False,
         "copy_to": None,
     }
-    values["test"] = False
     has_trace = steps.run.trace.exists() and noise is None
     values["guard"] = {**values.get("guard", {}), "trace": has_trace, "verify_every": None}
     return values

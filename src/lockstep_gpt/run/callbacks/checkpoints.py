@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning import Trainer
 from lightning.fabric.plugins import CheckpointIO
@@ -39,19 +38,6 @@ class EndlessData(Protocol):
 
     def resume_at(self, step: int, samples: int) -> None:
         """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
-
-
-class Save(NamedTuple):
-    """How long training waited for a checkpoint, on the clock."""
-
-    path: Path
-    started_at: float
-    ended_at: float
-
-    @property
-    def seconds(self) -> float:
-        """Return how long."""
-        return self.ended_at - self.started_at
 
 
 def nothing(_trainer: Trainer) -> Mapping[str, Any]:
@@ -93,7 +79,7 @@ class Checkpoints(StepCallback, Checkpoint):
     # Step of a kept checkpoint -> its value of the metric.
     values: dict[int, float] = field(default_factory=dict, init=False)
     last_validated: int = field(default=0, init=False)  # step of the last save with a value
-    saves: list[Save] = field(default_factory=list, init=False)  # of this process
+    saves: list[Path] = field(default_factory=list, init=False)  # of this process
     newest_value: float = field(default=math.nan, init=False)  # of the metric, for the summary
     # Of later steps than the first one here: of a model that the run left with `resume_force`.
     _others: list[Path] = field(default_factory=list, init=False)
@@ -237,24 +223,26 @@ class Checkpoints(StepCallback, Checkpoint):
         """Save, on every rank, the state after the last optimizer step, or raise a `RunError`.
 
         A state that is not finite is never saved: the newest good checkpoint stays the newest.
+        A `fast_dev_run` writes nothing, as with Lightning's own checkpoints.
         """
         refuse_broken_state(trainer, self.newest)
         path = files.checkpoint_path(self.folder, trainer.global_step)
+        self._waits = False
+        if getattr(trainer, "fast_dev_run", False):  # its class doesn't declare it
+            return path
         if not self.saves:
             self._make_room(trainer)
-        started_at = time.perf_counter()  # the device has finished the step: its count was read
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             self._prune(trainer, path)
-        self.saves.append(Save(path, started_at, time.perf_counter()))
+        self.saves.append(path)
         self._last_saved = trainer.global_step
-        self._waits = False
         return path
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint of this model that this rank sees; None: there is none."""
         if self.saves:
-            return self.saves[-1].path
+            return self.saves[-1]
         present = [path for path in self._present() or [] if path not in self._others]
         return present[-1] if present else None
 
@@ -361,7 +349,6 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> None:
         self.directory = directory
         self.hashes = hashes
-        self.written_at: dict[Path, float] = {}  # the clock when each checkpoint was complete
         # What the ranks resume from, which one rank of each machine has read and verified.
         self.verified: VerifiedCheckpoint | KeptState | None = None
         # Refuses the content of a checkpoint, whose place it is told, that doesn't fit the run.
@@ -371,11 +358,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
-        self._save(checkpoint, Path(path), storage_options)
-
-    def _save(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
-        self._write(checkpoint, path, others)
-        self.written_at[path] = time.perf_counter()
+        self._write(checkpoint, Path(path), storage_options)
 
     def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         if self.hashes is not None:

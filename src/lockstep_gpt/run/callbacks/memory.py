@@ -158,7 +158,7 @@ class StateInMemory(StepCallback, Checkpoint):
         if self.saves_parts:
             return False  # then checkpoints have no hash
         saves = self.checkpoints.saves
-        return bool(saves) and step_of(saves[-1].path) not in self.hashes.weights
+        return bool(saves) and step_of(saves[-1]) not in self.hashes.weights
 
     def _is_unable(self) -> bool:
         """Return whether this rank's part of a state isn't complete yet, or can't be kept."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.data.loaders import TrainLoader
 from lockstep_gpt.distributed.peaks import peak_of
+from lockstep_gpt.processes import freeze_lasting_objects
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
 from lockstep_gpt.run.epoch_values import EpochValues
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
@@ -107,6 +108,7 @@ class Metrics(StepCallback):
         """Log a row if one is due, and at the end."""
         self._times.append(time.perf_counter())
         if self.first_step_seconds is None:
+            freeze_lasting_objects()  # what model, compiler, and Trainer have made stays
             self.first_step_seconds = self._times[-1] - self._times[0]
             if self.tells_first_step:
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
@@ -183,8 +185,6 @@ class Metrics(StepCallback):
             for column, name in COLUMNS.items()
             if name and (column in self.row or column not in self._absent)
         }
-        if "test/loss" in self.row:
-            entries["test_loss"] = self.row["test/loss"]
         return entries
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -59,7 +59,7 @@ class Progress(StepCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the monitored metric on a permanent line."""
         value = trainer.callback_metrics.get(self.monitored)
-        if trainer.is_global_zero and value is not None:
+        if trainer.is_global_zero and value is not None and not trainer.sanity_checking:
             total = trainer.max_steps
             step = f"step {trainer.global_step:{len(str(total))}}/{total}"
             logger.info("%s  %s %.4f", step, as_column(self.monitored), value)
