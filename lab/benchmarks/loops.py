@@ -141,18 +141,21 @@ def plain(task: Task) -> Callable[[], Any]:
 def our_model(task: Task) -> nn.Module:
     """Return our GPT in the task's shape, on its device."""
     from lockstep_gpt.model.gpt import GPT
-    from lockstep_gpt.model.model_settings import ModelConfig
 
     shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    config = ModelConfig(
-        block_size=task.shape["T"], bias=task.bias, residual_dtype="bfloat16", **shape
+    model = GPT(
+        task.shape["vocab"],
+        block_size=task.shape["T"],
+        bias=task.bias,
+        residual_dtype="bfloat16",
+        **shape,
     )
-    return GPT(config, task.shape["vocab"]).to(task.device)
+    return model.to(task.device)
 
 
 def best(task: Task, config: Any) -> Callable[[], Any]:
     """Return the leanest loop on the model and optimizer of `config`, with all batches ready."""
-    from lockstep_gpt.model.gpt import build_gpt
+    from lockstep_gpt.model.model_settings import build_gpt
     from lockstep_gpt.training.optim import build_optimizer
 
     T = task.shape["T"]

@@ -22,7 +22,7 @@ from experiment import (
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 
 
@@ -37,7 +37,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     config, accumulation = experiment.config, experiment.batch.accumulation
     device = torch.device(experiment.device_type)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, experiment.vocab_size).to(device, experiment.dtype)
+    model = build_gpt(config.model, experiment.vocab_size).to(device, experiment.dtype)
     optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     done = 0

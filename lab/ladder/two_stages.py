@@ -26,14 +26,15 @@ from torch.utils.data import DataLoader
 from lockstep_gpt.data.windows import Batch
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import linear_cross_entropy
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 
 
 class First(nn.Module):
     """The embeddings and the first half of the blocks."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         model.blocks = model.blocks[: len(model.blocks) // 2]
         model.final_norm = nn.Identity()
@@ -47,7 +48,7 @@ class First(nn.Module):
 class Second(nn.Module):
     """The second half of the blocks, the last norm, and the weights of the head."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.blocks = model.blocks[len(model.blocks) // 2 :]
         self.final_norm = model.final_norm
@@ -66,10 +67,10 @@ class Second(nn.Module):
         return linear_cross_entropy(features, self.head.weight, self.vocab_size, targets)
 
 
-def whole_model(experiment: Experiment) -> GPT:
+def whole_model(experiment: Experiment) -> LanguageModel:
     """Initialize the whole model, the same on every rank; each rank then keeps its part."""
     torch.manual_seed(experiment.config.seed)
-    return GPT(experiment.config.model, experiment.vocab_size).double()
+    return build_gpt(experiment.config.model, experiment.vocab_size).double()
 
 
 def batches(experiment: Experiment, steps: int) -> list[Batch]:

@@ -13,8 +13,7 @@ from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks, s
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.cpu_kernels import SHORT
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.checkpoint_room import size_of
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import plan_batch

@@ -7,8 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.distributed.strategies import single_device
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import optim
 from lockstep_gpt.training.optim_settings import OptimConfig
 

@@ -6,7 +6,7 @@ from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import host_memory
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.training.schedule import plan_batch
 
 ABSURD = {

@@ -3,7 +3,6 @@ import torch
 
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.model.sampling import draw_tokens
 
 VOCAB = 50
@@ -13,8 +12,7 @@ PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
 @pytest.fixture
 def model() -> GPT:
     torch.manual_seed(0)
-    shape = ModelConfig(block_size=8, n_layer=2, n_head=2, n_embd=32, dropout=0.5)
-    model = GPT(shape, VOCAB)
+    model = GPT(VOCAB, block_size=8, n_layer=2, n_head=2, n_embd=32, dropout=0.5)
     for parameter in model.parameters():
         parameter.data.mul_(5)  # far from uniform, so choices differ
     return model

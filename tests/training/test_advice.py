@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import advice
 from lockstep_gpt.training.advice import (
     advise,

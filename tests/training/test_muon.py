@@ -6,8 +6,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon, build_optimizer

@@ -5,7 +5,6 @@ from torch import nn
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import muon, optim
 from lockstep_gpt.training.optim import build_optimizer, place_matrices
 from lockstep_gpt.training.optim_settings import OptimConfig
@@ -15,7 +14,7 @@ CONFIG = OptimConfig(algorithm="adamw", weight_decay=0.3, beta1=0.8, beta2=0.9, 
 
 def gpt() -> GPT:
     torch.manual_seed(0)
-    return GPT(ModelConfig(block_size=8, n_layer=2, n_head=2, n_embd=16), 70)
+    return GPT(70, block_size=8, n_layer=2, n_head=2, n_embd=16)
 
 
 def test_matrices_and_embeddings_decay_and_vectors_do_not() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from clock import DEVICE, DRY, seconds_of, show
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.callbacks.weight_hashes import digest
 from lockstep_gpt.run.checkpoint import size_of, write_checkpoint
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from lockstep_gpt.data.datamodule import TokenDataModule
     from lockstep_gpt.data.windows import Batch
-    from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.model.language_model import LanguageModel
     from lockstep_gpt.training.schedule import BatchPlan
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
@@ -129,7 +129,9 @@ def rank_and_world_size() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") -> dict[str, Any]:
+def evaluate(
+    model: LanguageModel, config: Config, batch_size: int, split: str = "val"
+) -> dict[str, Any]:
     """Measure a GPT on a split of its run's data, which is prepared if it is missing.
 
     Args:
@@ -220,7 +222,9 @@ def _counts_of_all_targets(
     return windows * data.block_size, sum(part.tokens - 1 for part in parts)
 
 
-def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) -> dict[str, float]:
+def evaluate_text(
+    model: LanguageModel, tokenizer: Tokenizer, path: str, batch_size: int
+) -> dict[str, float]:
     """Measure a model on all tokens of text files but the first, which no token comes before.
 
     Args:
@@ -249,7 +253,7 @@ def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) 
     if len(ids) < 2:
         raise UserError(f"--data={path} has no text; give a file or a folder with some")
     device = next(model.parameters()).device
-    block_size = model.config.block_size
+    block_size = model.block_size
     windows = -(-(len(ids) - 1) // block_size)  # rounded up
     rank, world_size = rank_and_world_size()
     firsts = range(rank * batch_size, windows, world_size * batch_size)
@@ -286,7 +290,7 @@ def _batches(
         yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
 
 
-def _measure(model: GPT, batches: Iterator[Batch], count: int) -> dict[str, float]:
+def _measure(model: LanguageModel, batches: Iterator[Batch], count: int) -> dict[str, float]:
     """Return loss, perplexity, and the number of targets, over the batches of all ranks.
 
     Args:

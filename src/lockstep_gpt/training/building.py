@@ -30,7 +30,8 @@ from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.processes import limit_exit
 from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
@@ -347,7 +348,7 @@ def make_optimizer(
     return optimizer
 
 
-def build_metrics(config: Config, batch: BatchPlan, model: GPT | None) -> Metrics:
+def build_metrics(config: Config, batch: BatchPlan, model: LanguageModel | None) -> Metrics:
     """Return what measures the run; of a `model` that is no GPT, the FLOPs are unknown."""
     peak = None
     if model is not None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep_gpt.distributed.strategies import place
 from lockstep_gpt.model.functional import IGNORE, perplexity
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.step_rate import StepRate
 
@@ -29,7 +29,7 @@ class GPTModule(LightningModule):
 
     def __init__(
         self,
-        model: GPT,
+        model: LanguageModel,
         make_optimizer: Callable[[nn.Module, Strategy], Optimizer],
         rate: Callable[[int], float],
         compiled: bool = False,

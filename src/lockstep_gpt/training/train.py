@@ -29,6 +29,7 @@ from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model import cpu_kernels
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
@@ -226,7 +227,10 @@ def columns_of(batch: BatchPlan) -> list[str]:
 def known_to_callbacks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return values for callbacks of the user that have such arguments."""
     known: dict[str, Any] = {"seed": config.seed, "monitored": config.checkpoint.monitor}
-    return known if tokenizer is None else {**known, "tokenizer": tokenizer}
+    if tokenizer is None:
+        return known
+    new_model = partial(build_gpt, config.model, tokenizer.vocab_size)
+    return {**known, "tokenizer": tokenizer, "new_model": new_model}
 
 
 def bytes_of_state(config: Config, model: nn.Module) -> int:
@@ -271,7 +275,7 @@ def weights_to_begin_with(
         ending.refuse_finished(config, resume, total_steps)
     is_new = resume is None and config.resume in ("none", "auto")
     if is_new and isinstance(module, GPTModule) and tokenizer is not None:
-        load_initial_weights(module.model, tokenizer)
+        load_initial_weights(config.model, module.model, tokenizer)
     return resume
 
 

@@ -10,8 +10,7 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.datasets.attention import PLAIN
 from lockstep_gpt.extras.datasets.attention_line import attention_in_documents
 from lockstep_gpt.extras.datasets.mask import mask, needs_one_graph
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 
 def config_of(tokens=256, device="cpu", **changes):

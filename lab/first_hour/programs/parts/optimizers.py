@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from clock import DEVICE, DRY, free_memory, milliseconds, show
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.optim import build_optimizer

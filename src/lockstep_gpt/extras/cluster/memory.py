@@ -21,7 +21,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, shaped, trace_peak
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.optim_settings import OptimConfig
 
@@ -154,13 +154,13 @@ class Footprint:
         return max(0, min(self.chunks.most_whole, with_whole_logits))
 
 
-def whole_model(config: Config, vocab_size: int) -> GPT:
+def whole_model(config: Config, vocab_size: int) -> LanguageModel:
     """Build the configured model on the meta device: with shapes but without content."""
     with torch.device("meta"):
         return shaped(config.model, vocab_size, config.precision)
 
 
-def split_part(config: Config, vocab_size: int) -> GPT:
+def split_part(config: Config, vocab_size: int) -> LanguageModel:
     """Build what one tensor rank has of the configured model, also without content."""
     with torch.device("meta"):
         return shaped(config.model, vocab_size, config.precision, config.tensor_parallel)
@@ -186,7 +186,7 @@ def _linear_from(peak: Callable[[int], int], least: int) -> int:
 
 def footprint(
     config: Config,
-    model: GPT,
+    model: LanguageModel,
     accelerator: str,
     half_blocks: bool = False,
     memory: float = 0,
