@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep_gpt.model.model_settings import build_gpt
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 def ddp_accelerate() -> None:
@@ -49,7 +49,8 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
     model = build_gpt(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
+    weights = model.named_parameters()
+    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak_lr)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     dataset, size = experiment.training_set(), experiment.batch.micro_size
     # The sampler is for one rank: `prepare` deals its batches out to all ranks, one after another.

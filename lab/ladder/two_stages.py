@@ -28,7 +28,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import linear_cross_entropy
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.model.model_settings import build_gpt
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 class First(nn.Module):
@@ -86,7 +86,8 @@ def batches(experiment: Experiment, steps: int) -> list[Batch]:
 def one_process(experiment: Experiment, steps: int) -> list[float]:
     """Train the whole model; return the loss of each step."""
     model = whole_model(experiment)
-    optimizer = build_optimizer(model, experiment.config.optim, experiment.schedule.peak_lr)
+    weights = model.named_parameters()
+    optimizer = optimizer_of(experiment.config.optim)(weights, lr=experiment.schedule.peak_lr)
     losses = []
     for tokens, targets in batches(experiment, steps):
         loss = model(tokens, targets)
@@ -142,7 +143,8 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
             loss = stage.loss if isinstance(stage, Second) else Second.loss
             schedule = ScheduleGPipe(part, options.micro_batches, loss_fn=loss)
             step = functools.partial(pipelined, stage, schedule=schedule)
-        optimizer = build_optimizer(stage, experiment.config.optim, experiment.schedule.peak_lr)
+        weights = stage.named_parameters()
+        optimizer = optimizer_of(experiment.config.optim)(weights, lr=experiment.schedule.peak_lr)
         losses[method] = []
         for batch in batches(experiment, options.steps):
             losses[method].append(float(step(batch)))

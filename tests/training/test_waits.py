@@ -13,7 +13,7 @@ from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training import clipping
 from lockstep_gpt.training.building import build_module
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 
@@ -52,7 +52,7 @@ def test_no_step_between_logged_ones_waits_for_the_device(composed, monkeypatch,
     config.optim.algorithm = algorithm
     batch = plan_batch(config.batch, config.model.block_size, 1, 1)
     module = build_module(config, plan_schedule(config, batch), ByteTokenizer())
-    optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
+    optimizer = optimizer_of(config.optim)(module.model.named_parameters(), lr=1e-3)
     metrics = Metrics(config.log_every, batch.tokens_per_step)
     clip = clipping.ClipAndSkip(1.0)
     trainer = SimpleNamespace(

@@ -151,16 +151,16 @@ def evaluate(
     from lockstep_gpt.data.datamodule import TokenDataModule
     from lockstep_gpt.inference.held_out import measured
     from lockstep_gpt.training.batches import build_data
-    from lockstep_gpt.training.building import make_optimizer
     from lockstep_gpt.training.module import GPTModule
+    from lockstep_gpt.training.optim_settings import optimizer_of
 
     if not isinstance(config.data, DataModuleConfig):
         fingerprint = shards.load_index(prepare(config.data)).fingerprint
         whole = replace(config.data, val_tokens=None, fingerprint=fingerprint)
         config = replace(config, data=whole)
     data = build_data(config, _batch_of(config, batch_size))
-    make = partial(make_optimizer, config=config, lr=config.optim.lr)
-    module = GPTModule(model, make, lambda _step: 1.0)
+    optimizer = partial(optimizer_of(config.optim), lr=config.optim.lr)
+    module = GPTModule(model, optimizer, lambda _step: 1.0)
     result = measured(module, data, config, split)
     if not isinstance(data, TokenDataModule):
         return result

@@ -48,15 +48,10 @@ from lockstep_gpt.run.loggers.tracking import (
     git_state,
     tracked_runs,
 )
-from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.optim import (
-    build_optimizer,
-    keep_own_settings,
-    place_matrices,
-)
+from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.seeds import MicroBatchSeeds
@@ -330,22 +325,10 @@ def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GP
         model.double()  # the Trainer would only do so after loading a checkpoint's weights
     return GPTModule(
         model,
-        partial(make_optimizer, config=config, lr=schedule.peak_lr),
+        partial(optimizer_of(config.optim), lr=schedule.peak_lr),
         schedule.factor,
         config.compile,
     )
-
-
-def make_optimizer(
-    model: nn.Module, strategy: Strategy, config: Config, lr: float
-) -> torch.optim.Optimizer:
-    """Return the optimizer of a model under a strategy; on resume, it keeps its own settings."""
-    fused = config.precision != "16-mixed"  # fused kernels unscale after clipping
-    optimizer = build_optimizer(model, config.optim, lr, fused)
-    place_matrices(optimizer, strategy, config.compile)
-    optimizer.register_load_state_dict_pre_hook(keep_own_settings)
-    optimizer.register_load_state_dict_post_hook(copy_restored_state)
-    return optimizer
 
 
 def build_metrics(config: Config, batch: BatchPlan, model: LanguageModel | None) -> Metrics:

@@ -82,7 +82,8 @@ from lockstep_gpt.training.building import (
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.less_memory import less_memory
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.optim import state_bytes
+from lockstep_gpt.training.optim import moment_bytes
+from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 from lockstep_gpt.training.sample import prompt_from
 from lockstep_gpt.training.schedule import (
@@ -236,8 +237,9 @@ def known_to_callbacks(config: Config, tokenizer: Tokenizer | None) -> dict[str,
 def bytes_of_state(config: Config, model: nn.Module) -> int:
     """Return the bytes of a checkpoint; of the user's module, with two moments for each weight."""
     if config.trains_gpt:
-        return state_bytes(model, config.optim)
-    moments = sum(2 * weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        moments = moment_bytes(optimizer_of(config.optim)(model.named_parameters(), lr=0.0))
+    else:
+        moments = sum(2 * weight.nbytes for weight in model.parameters() if weight.requires_grad)
     return moments + size_of(model.state_dict())
 
 
