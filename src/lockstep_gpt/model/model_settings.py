@@ -78,16 +78,15 @@ def build_gpt(config: ModelConfig, vocab_size: int) -> "LanguageModel":
 def _refuse_without_effect(config: ModelConfig, accepted: Container[str]) -> None:
     """Raise a `UserError` for a setting that the model has no argument for."""
     name = config.architecture
-    if "bias" not in accepted:
-        rule = f"is not for {name} models; set false"
-        check("model.bias", config.bias, not config.bias, rule)
+    if name == "modern":
+        check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
+    fits = "n_kv_head" in accepted or config.n_kv_head in (None, config.n_head)
     rule = "is only for modern models; remove it, or set model.architecture=modern"
-    if "n_kv_head" not in accepted:
-        fits = config.n_kv_head in (None, config.n_head)
-        check("model.n_kv_head", config.n_kv_head, fits, rule)
-    if "ngram_rows" not in accepted:
-        check("model.ngram_rows", config.ngram_rows, not config.ngram_rows, rule)
-    if "activation_checkpointing" not in accepted:
-        is_set = config.activation_checkpointing
-        rule = f"is not for {name} models; set false"
-        check("model.activation_checkpointing", is_set, not is_set, rule)
+    check("model.n_kv_head", config.n_kv_head, fits, rule)
+    fits = "ngram_rows" in accepted or not config.ngram_rows
+    check("model.ngram_rows", config.ngram_rows, fits, rule)
+    fits = "dropout" in accepted or not config.dropout
+    check("model.dropout", config.dropout, fits, f"is not for {name} models; set 0")
+    fits = "activation_checkpointing" in accepted or not config.activation_checkpointing
+    rule = f"is not for {name} models; set false"
+    check("model.activation_checkpointing", config.activation_checkpointing, fits, rule)
