@@ -1,6 +1,5 @@
 """DDPStrategy alone: gradients are averaged over any ranks and micro-batches."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -138,16 +137,18 @@ def test_an_optimizer_that_shares_its_work_learns_of_the_ranks_and_of_compilatio
         def share_work(self, strategy, compiled):
             told.append((strategy, compiled))
 
+    class Placed(foreign.Module):
+        compiled = False
+
+        def configure_model(self):
+            place(self.net, self.trainer.strategy, compiled=self.compiled)
+
     for compiled in (False, True):
-        module = foreign.module(make=Sharing)
-        module.configure_model = partial(place_net, module, compiled)
+        module = foreign.module(make=Sharing, of=Placed)
+        module.compiled = compiled
         strategy = foreign.strategy(1, exact=False)
-        foreign.train(module, steps=1, strategy=strategy)
+        foreign.train(module, steps=0, strategy=strategy)
         assert told.pop() == (strategy, compiled)
-
-
-def place_net(module, compiled):
-    place(module.net, module.trainer.strategy, compiled=compiled)
 
 
 def test_a_resumed_optimizer_keeps_no_number_in_the_file(foreign, tmp_path):

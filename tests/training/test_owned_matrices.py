@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep_gpt.distributed.ddp import build_ddp
 from lockstep_gpt.distributed.ranks import lost_peers
-from lockstep_gpt.training import owned_matrices
+from lockstep_gpt.training import muon, owned_matrices
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.orthogonalization import flops_of
