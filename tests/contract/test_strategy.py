@@ -129,6 +129,7 @@ def test_a_restart_continues_with_equal_bits(foreign, on_each, tmp_path, spread)
     assert on_each(world_size, rest) == uninterrupted
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
 def test_an_optimizer_that_shares_its_work_learns_of_the_ranks_and_of_compilation(foreign):
     """The module only returns it; what `place` has compiled decides how it computes."""
     told = []

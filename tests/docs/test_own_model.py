@@ -63,7 +63,7 @@ COMMANDS = [
     for words in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
     if words.split()[0] in cli.COMMANDS
 ]
-SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32, "bias": True}
+SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
 @pytest.fixture(scope="module")

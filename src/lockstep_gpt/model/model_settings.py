@@ -80,6 +80,8 @@ def _refuse_without_effect(config: ModelConfig, accepted: Container[str]) -> Non
     name = config.architecture
     if name == "modern":
         check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
+    fits = "bias" in accepted or config.bias or name == "modern"
+    check("model.bias", config.bias, fits, f"is not for {name} models; set true")
     fits = "n_kv_head" in accepted or config.n_kv_head in (None, config.n_head)
     rule = "is only for modern models; remove it, or set model.architecture=modern"
     check("model.n_kv_head", config.n_kv_head, fits, rule)
