@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 LARGEST_ERROR = 3e-2  # of a right bfloat16 gradient, relative to its norm; here at most 2e-2
 VOCAB, SAMPLES = 300, 4

@@ -285,7 +285,7 @@ def saved_run(tmp_path_factory):
     def save(tokenizer, never=(), source="stdlib", **data):
         kind = data_choices()[source]
         torch.manual_seed(0)
-        model = GPT(ModelConfig(**SAVED, dropout=0.5), tokenizer.vocab_size)
+        model = GPT(tokenizer.vocab_size, **SAVED, dropout=0.5)
         for parameter in model.parameters():
             parameter.data.mul_(5)  # far from uniform, so choices differ
         model.token_embedding.weight.data[[*never]] = 0

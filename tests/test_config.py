@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ from lockstep_gpt.config import (
 )
 from lockstep_gpt.data.data_settings import DataModuleConfig, data_choices
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.modern import ModernGPT
 from lockstep_gpt.registry import settings_classes
+from lockstep_gpt.training.optim import adamw, muon
 from lockstep_gpt.training.optim_settings import DECAYS, OptimConfig
 from lockstep_gpt.training.trainer_settings import ACCELERATORS
 
@@ -308,4 +312,6 @@ def test_every_setting_is_read_somewhere():
     names = {item.name for owner in owners for item in dataclasses.fields(owner)}
     names.remove("of_extras")  # the groups of extras, no setting
     read = {*re.findall(r"\.(\w+)", sources), *re.findall(r"\[?\"(\w+)\"", sources)}
+    for made in (GPT, ModernGPT, adamw, muon):  # whose arguments are settings
+        read |= {*inspect.signature(made).parameters}
     assert names - read == set()

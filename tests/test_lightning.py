@@ -182,7 +182,9 @@ def test_a_trained_model_trains_saves_and_logs_under_any_trainer(trained, tmp_pa
         _, model, config, tokenizer = load_named_model(trained)
         adamw = torch.optim.AdamW
         parts = GPTModule(
-            model.train(), lambda model, _: adamw(model.parameters(), 1e-3), lambda _: 1.0
+            model.train(),
+            lambda weights: adamw([weight for _, weight in weights], 1e-3),
+            lambda _: 1.0,
         )
         return parts, [batches(config, tokenizer.vocab_size, seed) for seed in (1, 2)]
 

@@ -159,7 +159,7 @@ def test_hydra_composes_by_hand_even_while_the_command_composes_too(words):
         assert compose(*words) == config
         module, _, trainer = build(hydra.compose("train", overrides=words))
     assert trainer.max_steps == 20
-    assert module.model.config.block_size == 32
+    assert module.model.block_size == 32
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ class Norm(torch.nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 class Normed(lightning.Callback):
     def setup(self, trainer, pl_module, stage):
-        self.norm = Norm(pl_module.model.config.n_embd)
+        self.norm = Norm(pl_module.model.n_embd)
         pl_module.model.final_norm = torch.nn.Sequential(pl_module.model.final_norm, self.norm)
         self.seen = []
     def on_train_batch_start(self, trainer, *_):

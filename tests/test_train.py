@@ -206,7 +206,7 @@ BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",
     "model=no_such": "model=no_such is not one of ",
-    "trainer.max_steps=7": "trainer.max_steps=7 has another name; set max_steps or max_tokens",
+    "trainer.max_steps=7": "trainer.max_steps=7 has another name; set max_steps, without trainer",
     "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
     "optim.lr_scaling=no_such": "optim.lr_scaling=no_such is not one of linear, sqrt, none",

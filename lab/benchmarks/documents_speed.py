@@ -25,8 +25,7 @@ from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.extras.datasets.attention import attention_within
 from lockstep_gpt.extras.datasets.mask import mask
 from lockstep_gpt.model.functional import causal_attention
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 HEADS, WIDTH, SAMPLES = 4, 128, 4
 SHAPE = {"n_layer": 4, "n_head": HEADS, "n_embd": WIDTH, "bias": False}

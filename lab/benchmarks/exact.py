@@ -24,8 +24,7 @@ from benchmark_task import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sums import ExactSums
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K
 

@@ -141,19 +141,22 @@ def plain(task: Task) -> Callable[[], Any]:
 def our_model(task: Task) -> nn.Module:
     """Return our GPT in the task's shape, on its device."""
     from lockstep_gpt.model.gpt import GPT
-    from lockstep_gpt.model.model_settings import ModelConfig
 
     shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
-    config = ModelConfig(
-        block_size=task.shape["T"], bias=task.bias, residual_dtype="bfloat16", **shape
+    model = GPT(
+        task.shape["vocab"],
+        block_size=task.shape["T"],
+        bias=task.bias,
+        residual_dtype="bfloat16",
+        **shape,
     )
-    return GPT(config, task.shape["vocab"]).to(task.device)
+    return model.to(task.device)
 
 
 def best(task: Task, config: Any) -> Callable[[], Any]:
     """Return the leanest loop on the model and optimizer of `config`, with all batches ready."""
-    from lockstep_gpt.model.gpt import build_gpt
-    from lockstep_gpt.training.optim import build_optimizer
+    from lockstep_gpt.model.model_settings import build_gpt
+    from lockstep_gpt.training.optim_settings import optimizer_of
 
     T = task.shape["T"]
     model = build_gpt(config.model, task.shape["vocab"]).to(task.device)
@@ -161,7 +164,7 @@ def best(task: Task, config: Any) -> Callable[[], Any]:
         model.compile(dynamic=False)
     windows = tokens_of(task).unfold(0, T + 1, T)[: 64 * task.micro_size].to(task.device)
     ready = [(window[:, :-1], window[:, 1:]) for window in windows.split(task.micro_size)]
-    optimizer = build_optimizer(model, config.optim, lr=1e-4)
+    optimizer = optimizer_of(config.optim)(model.named_parameters(), lr=1e-4)
     return raw(task, model, optimizer, itertools.cycle(ready), config.optim.clip_norm)
 
 

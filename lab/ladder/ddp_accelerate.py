@@ -25,8 +25,8 @@ from experiment import (
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.model.model_settings import build_gpt
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 def ddp_accelerate() -> None:
@@ -48,8 +48,9 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     """Train, save, and validate as one rank of any number of ranks."""
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
-    model = GPT(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak)
+    model = build_gpt(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
+    weights = model.named_parameters()
+    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     dataset, size = experiment.training_set(), experiment.batch.micro_size
     # The sampler is for one rank: `prepare` deals its batches out to all ranks, one after another.

@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.model.model_settings import build_gpt
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 def ddp_by_hand() -> None:
@@ -84,8 +84,9 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
-    model = GPT(config.model, experiment.vocab_size).to(device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak)
+    model = build_gpt(config.model, experiment.vocab_size).to(device, experiment.dtype)
+    weights = model.named_parameters()
+    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     done = 0

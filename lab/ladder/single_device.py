@@ -22,8 +22,8 @@ from experiment import (
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.model.model_settings import build_gpt
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 def single_device() -> None:
@@ -37,8 +37,9 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     config, accumulation = experiment.config, experiment.batch.accumulation
     device = torch.device(experiment.device_type)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, experiment.vocab_size).to(device, experiment.dtype)
-    optimizer = build_optimizer(model, config.optim, experiment.schedule.peak)
+    model = build_gpt(config.model, experiment.vocab_size).to(device, experiment.dtype)
+    weights = model.named_parameters()
+    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     done = 0
     if options.checkpoint and options.checkpoint.exists():

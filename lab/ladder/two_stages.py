@@ -26,14 +26,15 @@ from torch.utils.data import DataLoader
 from lockstep_gpt.data.windows import Batch
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import linear_cross_entropy
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.model.model_settings import build_gpt
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 class First(nn.Module):
     """The embeddings and the first half of the blocks."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         model.blocks = model.blocks[: len(model.blocks) // 2]
         model.final_norm = nn.Identity()
@@ -47,7 +48,7 @@ class First(nn.Module):
 class Second(nn.Module):
     """The second half of the blocks, the last norm, and the weights of the head."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.blocks = model.blocks[len(model.blocks) // 2 :]
         self.final_norm = model.final_norm
@@ -66,10 +67,10 @@ class Second(nn.Module):
         return linear_cross_entropy(features, self.head.weight, self.vocab_size, targets)
 
 
-def whole_model(experiment: Experiment) -> GPT:
+def whole_model(experiment: Experiment) -> LanguageModel:
     """Initialize the whole model, the same on every rank; each rank then keeps its part."""
     torch.manual_seed(experiment.config.seed)
-    return GPT(experiment.config.model, experiment.vocab_size).double()
+    return build_gpt(experiment.config.model, experiment.vocab_size).double()
 
 
 def batches(experiment: Experiment, steps: int) -> list[Batch]:
@@ -85,7 +86,8 @@ def batches(experiment: Experiment, steps: int) -> list[Batch]:
 def one_process(experiment: Experiment, steps: int) -> list[float]:
     """Train the whole model; return the loss of each step."""
     model = whole_model(experiment)
-    optimizer = build_optimizer(model, experiment.config.optim, experiment.schedule.peak)
+    weights = model.named_parameters()
+    optimizer = optimizer_of(experiment.config.optim)(weights, lr=experiment.schedule.peak)
     losses = []
     for tokens, targets in batches(experiment, steps):
         loss = model(tokens, targets)
@@ -141,7 +143,8 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
             loss = stage.loss if isinstance(stage, Second) else Second.loss
             schedule = ScheduleGPipe(part, options.micro_batches, loss_fn=loss)
             step = functools.partial(pipelined, stage, schedule=schedule)
-        optimizer = build_optimizer(stage, experiment.config.optim, experiment.schedule.peak)
+        weights = stage.named_parameters()
+        optimizer = optimizer_of(experiment.config.optim)(weights, lr=experiment.schedule.peak)
         losses[method] = []
         for batch in batches(experiment, options.steps):
             losses[method].append(float(step(batch)))

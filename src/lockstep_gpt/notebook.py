@@ -164,7 +164,7 @@ def _without_directory(values: dict[str, Any]) -> Parts:
     model = None
     if isinstance(module, GPTModule) and tokenizer is not None:
         model = module.model
-        load_initial_weights(model, tokenizer)
+        load_initial_weights(config.model, model, tokenizer)
     metrics = build_metrics(config, batch, tokens, model)
     trainer = build_trainer(
         config,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lockstep_gpt.config import Config
     from lockstep_gpt.data.tokenizer import Tokenizer
-    from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.model.language_model import LanguageModel
     from lockstep_gpt.run.directory import RunDirectory
     from lockstep_gpt.settings import ExtraSettings
 
@@ -68,7 +68,7 @@ class MakeCallbacks(Protocol):
 class TransformModel(Protocol):
     """Changes a new model, in training and wherever a checkpoint's model is loaded."""
 
-    def __call__(self, model: GPT, config: Config, tokenizer: Tokenizer, /) -> None:
+    def __call__(self, model: LanguageModel, config: Config, tokenizer: Tokenizer, /) -> None:
         """Change the model in place as the settings say, or raise a `UserError`."""
 
 

@@ -24,6 +24,16 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def let_others_unscale(optimizer: torch.optim.Optimizer) -> None:
+    """Let a loss scaler unscale the gradients before the step also of a fused optimizer.
+
+    A fused kernel would do so itself, but after clipping; there is no public name for that.
+    """
+    fused: Any = optimizer
+    if getattr(fused, "_step_supports_amp_scaling", False):
+        fused._step_supports_amp_scaling = False
+
+
 def compiled_for_each_shape(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function`, compiled in one piece for each combination of its arguments' shapes.
 

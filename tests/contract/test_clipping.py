@@ -6,6 +6,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.training.clipping import ClipAndSkip
@@ -90,6 +91,20 @@ def test_a_skipped_step_leaves_weights_and_moments(foreign, broken_module, name)
     for step in (1, 2, 4, 5, 6):
         assert not are_equal(after[step]["weights"], after[step - 1]["weights"])
     assert all(weight.isfinite().all() for weight in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD fused"])
+def test_under_a_loss_scaler_gradients_are_unscaled_before_they_are_clipped(foreign, name):
+    """The scale of the loss, 65,536, changes neither the norm nor the weights beyond rounding."""
+    make, settings = OPTIMIZERS[name]
+    results = []
+    for plugins in ([], [MixedPrecision("16-mixed", "cpu")]):
+        clip = ClipAndSkip(0.01)
+        module = foreign.module(dropout=0, make=make, **settings)
+        foreign.train(module, clip, steps=4, plugins=plugins)
+        results.append([clip.norm, *module.parameters()])
+    for scaled, plain in zip(*results, strict=True):
+        torch.testing.assert_close(scaled, plain, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize(

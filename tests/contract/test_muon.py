@@ -1,12 +1,11 @@
-"""Muon on a foreign module's matrices; `place_matrices` lets the ranks of DDP share its work."""
+"""Muon on a foreign module's matrices; the ranks of our DDP share its work by themselves."""
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.optim import place_matrices
+from lockstep_gpt.training.optim import muon
 from lockstep_gpt.training.owned_matrices import OwnedMatrices
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
@@ -22,19 +21,13 @@ def with_muon(foreign):
             super().__init__(*arguments, **settings)
             first, *rest = self.net
             inner = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())]
-            self.net = nn.Sequential(first, *inner, *rest)
+            self.net = nn.Sequential()
+            self.net.add_module("first", first)
+            self.net.add_module("blocks", nn.Sequential(*inner))
+            self.net.add_module("rest", nn.Sequential(*rest))
 
         def configure_optimizers(self):
-            inner = [layer.weight for layer in self.net[1:-1] if isinstance(layer, nn.Linear)]
-            chosen = {*inner}
-            rest = [weight for weight in self.parameters() if weight not in chosen]
-            groups = [
-                {"params": inner, "muon": True, "lr": 0.02, "weight_decay": 0.1},
-                {"params": rest, "muon": False, "lr": 1e-2, "weight_decay": 0.0},
-            ]
-            self.muon = Muon(groups, betas=(0.9, 0.95), eps=1e-8)
-            place_matrices(self.muon, self.trainer.strategy)
-            return self.muon
+            return muon(self.named_parameters(), lr=0.02, weight_decay=0.1)
 
     return lambda kind="dict", **settings: foreign.module(kind, of=Shared, **settings)
 
@@ -50,7 +43,9 @@ def test_ranks_that_share_the_matrices_train_as_one_rank(foreign, on_each, with_
             module = with_muon(dropout=0)
             spread = {"world_size": world_size, "accumulation": accumulation}
             foreign.train(module, precision="64-true", **spread)
-            is_owned = isinstance(module.muon.placement, OwnedMatrices)
+            optimizer = module.optimizers().optimizer
+            assert len(optimizer.matrices) == 3
+            is_owned = isinstance(optimizer.placement, OwnedMatrices)
             assert is_owned == (world_size > 1)
             return foreign.weights(module)
 

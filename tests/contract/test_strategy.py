@@ -6,6 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lockstep_gpt.distributed.strategies import place
+
 DOUBLE = {"precision": "64-true"}
 slow = pytest.mark.slow
 SPREADS = [
@@ -125,3 +127,43 @@ def test_a_restart_continues_with_equal_bits(foreign, on_each, tmp_path, spread)
     uninterrupted = on_each(world_size, whole)
     assert path.exists()
     assert on_each(world_size, rest) == uninterrupted
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
+def test_an_optimizer_that_shares_its_work_learns_of_the_ranks_and_of_compilation(foreign):
+    """The module only returns it; what `place` has compiled decides how it computes."""
+    told = []
+
+    class Sharing(torch.optim.SGD):
+        def share_work(self, strategy, compiled):
+            told.append((strategy, compiled))
+
+    class Placed(foreign.Module):
+        compiled = False
+
+        def configure_model(self):
+            place(self.net, self.trainer.strategy, compiled=self.compiled)
+
+    for compiled in (False, True):
+        module = foreign.module(make=Sharing, of=Placed)
+        module.compiled = compiled
+        strategy = foreign.strategy(1, exact=False)
+        foreign.train(module, steps=0, strategy=strategy)
+        assert told.pop() == (strategy, compiled)
+
+
+def test_a_resumed_optimizer_keeps_no_number_in_the_file(foreign, tmp_path):
+    """Its state is a copy, one tensor after the other, of what was read."""
+    module = foreign.module()
+    saves = ModelCheckpoint(tmp_path, "second", every_n_train_steps=2)
+    foreign.train(module, saves, steps=2)
+    trainer = foreign.train(foreign.module(), steps=1)
+    saved = torch.load(tmp_path / "second.ckpt", weights_only=True)["optimizer_states"][0]
+    (optimizer,) = trainer.optimizers
+    optimizer.load_state_dict(saved)
+    states = optimizer.state_dict()["state"]
+    assert states.keys() == saved["state"].keys() != set()
+    for number, state in saved["state"].items():
+        for name, value in state.items():
+            assert torch.equal(states[number][name], value)
+            assert states[number][name].data_ptr() != value.data_ptr()

@@ -11,8 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training.trainer_settings import check_strategy
 
 SETTINGS = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}

@@ -13,8 +13,7 @@ from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks, split_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE, SHORT
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.checkpoint_room import size_of
 
 SPLIT = ("trainer=cpu", "strategy=fsdp2", "strategy.tensor_parallel=2", "verbosity=quiet")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lockstep_gpt import cli
-from lockstep_gpt.model.model_settings import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs/extend.md"
@@ -33,10 +32,10 @@ import torch.nn.functional as F
 from torch import nn
 
 class GPT(nn.Module):
-    def __init__(self, config, vocab_size):
+    def __init__(self, vocab_size, block_size):
         super().__init__()
-        self.config = config
         self.vocab_size = vocab_size
+        self.block_size = block_size
         self.blocks = nn.ModuleList([nn.Embedding(vocab_size, vocab_size)])
         nn.init.zeros_(self.blocks[0].weight)
 
@@ -64,7 +63,7 @@ COMMANDS = [
     for words in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
     if words.split()[0] in cli.COMMANDS
 ]
-SHAPE = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32)
+SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def model(copy):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.manual_seed(1)
-    return module.GPT(SHAPE, 50).double()
+    return module.GPT(50, **SHAPE).double()
 
 
 def test_the_page_s_model_sees_no_later_token(model):

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.distributed import fsdp2, strategies
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -80,14 +79,15 @@ def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, eac
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_zero_builds_the_whole_model(rank, monkeypatch):
-    model = build_gpt(ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16), 70)
+    shape = ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16)
+    model = build_gpt(shape, 70)
     strategy = fsdp2.ShardedStrategy.__new__(fsdp2.ShardedStrategy)
     monkeypatch.setattr(fsdp2.ShardedStrategy, "global_rank", rank)
     built = []
 
     def build():
         built.append(1)
-        return build_gpt(model.config, model.vocab_size)
+        return build_gpt(shape, 70)
 
     whole = strategy.whole_model(model, build)
     assert (whole is not None) == bool(built) == (rank == 0)

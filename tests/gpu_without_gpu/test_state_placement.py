@@ -6,19 +6,17 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.distributed.strategies import single_device
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training import optim
-from lockstep_gpt.training.optim_settings import OptimConfig
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 
 def optimizer_on(device, algorithm, monkeypatch, fused=True):
-    model = build_gpt(ModelConfig(**SHAPE), 70).to(device)
+    model = GPT(70, **SHAPE).to(device)
     # torch can't create a fused AdamW on `meta`, so the test marks it as fused afterward.
-    optimizer = optim.build_optimizer(model, OptimConfig(algorithm=algorithm), 0.01, fused=fused)
+    monkeypatch.setattr(optim, "FUSED_DEVICES", {"cpu"} if fused else {})
+    optimizer = getattr(optim, algorithm)(model.named_parameters(), lr=0.01)
     monkeypatch.setattr(optim, "FUSED_DEVICES", {"cpu", "cuda", "meta"})
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -37,7 +35,6 @@ def saved_state(algorithm, monkeypatch, fused=True):
 
 
 def restored(saved, optimizer):
-    optimizer.register_load_state_dict_pre_hook(optim.keep_own_settings)
     optimizer.load_state_dict(saved)
     return optimizer
 
@@ -71,9 +68,8 @@ def test_without_the_fused_kernel_the_step_count_is_on_the_host(monkeypatch):
     assert steps == {"cpu"}
 
 
-def test_16_mixed_uses_one_kernel_for_all_tensors_of_a_group(new_run):
-    module = new_run(precision="16-mixed").module
-    optimizer = module.make_optimizer(module.model, single_device("cuda"))
+def test_without_the_fused_kernel_one_per_operation_is_for_all_tensors(monkeypatch):
+    _, optimizer = optimizer_on("meta", "adamw", monkeypatch, fused=False)
     # Both None: torch then uses `foreach` on a GPU; False would mean tensor by tensor.
     kernels = [(each["fused"], each["foreach"]) for each in optimizer.param_groups]
     assert set(kernels) == {(None, None)}

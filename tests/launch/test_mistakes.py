@@ -81,8 +81,8 @@ IN_YAML = {
     "model: {heads: 2}": "In 'experiment/mine': unknown setting model.heads; did you mean "
     "model.n_head?",
     "optim: {lr: fast}": "In 'experiment/mine': optim.lr=fast must be a number",
-    "trainer: {max_steps: 3}": "trainer.max_steps=3 has another name; set max_steps or "
-    "max_tokens, without trainer",
+    "trainer: {max_steps: 3}": "trainer.max_steps=3 has another name; set max_steps, "
+    "without trainer",
 }
 
 

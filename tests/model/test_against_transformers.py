@@ -5,7 +5,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
 
 VOCAB = 101
 OUTER = {
@@ -60,7 +59,7 @@ def theirs(attention: str) -> GPT2LMHeadModel:
 def test_logits_and_loss_equal_those_of_transformers(attention: str, to_ours: bool) -> None:
     torch.manual_seed(0)
     reference = theirs(attention)
-    model = GPT(ModelConfig(block_size=24, n_layer=3, n_head=4, n_embd=48), VOCAB).eval()
+    model = GPT(VOCAB, block_size=24, n_layer=3, n_head=4, n_embd=48).eval()
     for parameter in (reference if to_ours else model).parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)  # biases and norms also matter
     copy_weights(model, reference, to_ours)

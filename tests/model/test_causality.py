@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import build_gpt
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/model").glob("*.yaml"))
 VOCAB = 50

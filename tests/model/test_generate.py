@@ -3,7 +3,6 @@ import torch
 
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.model.sampling import draw_tokens
 
 VOCAB = 50
@@ -13,8 +12,7 @@ PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
 @pytest.fixture
 def model() -> GPT:
     torch.manual_seed(0)
-    shape = ModelConfig(block_size=8, n_layer=2, n_head=2, n_embd=32, dropout=0.5)
-    model = GPT(shape, VOCAB)
+    model = GPT(VOCAB, block_size=8, n_layer=2, n_head=2, n_embd=32, dropout=0.5)
     for parameter in model.parameters():
         parameter.data.mul_(5)  # far from uniform, so choices differ
     return model
@@ -76,7 +74,7 @@ def test_generating_leaves_the_mode_and_the_weights_trainable(model: GPT) -> Non
 @pytest.mark.parametrize(("few", "threads"), [(1 << 30, 1), (0, 2)], ids=["small", "large"])
 def test_a_small_model_generates_on_one_thread(model: GPT, monkeypatch, few, threads) -> None:
     seen, features = [], model.features
-    monkeypatch.setattr("lockstep_gpt.model.gpt.FEW_OPERATIONS", few)
+    monkeypatch.setattr("lockstep_gpt.model.language_model.FEW_OPERATIONS", few)
     monkeypatch.setattr(
         model, "features", lambda tokens: seen.append(torch.get_num_threads()) or features(tokens)
     )

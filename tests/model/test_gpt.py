@@ -8,18 +8,18 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 PRESETS = Path(__file__).parents[2] / "configs" / "model"
-SHAPE = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32)
+SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 VOCAB = 100
 
 
 @pytest.fixture
 def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(SHAPE, VOCAB)
+    return GPT(VOCAB, **SHAPE)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def tokens() -> torch.Tensor:
 def preset(name: str) -> GPT:
     config = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / name))
     with torch.device("meta"):
-        return GPT(OmegaConf.to_object(config), vocab_size=50257)
+        return build_gpt(OmegaConf.to_object(config), vocab_size=50257)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_nano_stays_below_a_million_parameters_at_a_byte_vocabulary() -> None:
     config = OmegaConf.merge(
         OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / "nano.yaml")
     )
-    assert GPT(OmegaConf.to_object(config), vocab_size=256).num_parameters < 1_000_000
+    assert build_gpt(OmegaConf.to_object(config), vocab_size=256).num_parameters < 1_000_000
 
 
 def test_flops_per_token_of_gpt2_are_the_known_798_million() -> None:
@@ -59,9 +59,8 @@ def test_flops_per_token_of_gpt2_are_the_known_798_million() -> None:
 
 def test_palms_formula_counts_all_of_attention_and_so_7_percent_more() -> None:
     gpt2 = preset("gpt2.yaml")
-    shape = gpt2.config
-    C, T = shape.n_embd, shape.block_size
-    palm = 6 * (gpt2.num_parameters - T * C) + 12 * shape.n_layer * C * T  # nanoGPT's estimate_mfu
+    C, T = gpt2.n_embd, gpt2.block_size
+    palm = 6 * (gpt2.num_parameters - T * C) + 12 * gpt2.n_layer * C * T  # nanoGPT's estimate_mfu
     assert palm == pytest.approx(855.2e6, rel=1e-4)
     assert gpt2.flops_per_token == pytest.approx(797.8e6, rel=1e-4)
     assert 1 - gpt2.flops_per_token / palm == pytest.approx(0.067, abs=5e-4)
@@ -128,7 +127,7 @@ def test_more_tokens_than_the_block_size_are_rejected(model: GPT) -> None:
 
 def test_initial_weights_follow_gpt2() -> None:
     torch.manual_seed(0)
-    model = GPT(ModelConfig(block_size=64, n_layer=8, n_head=2, n_embd=128), 256)
+    model = GPT(256, block_size=64, n_layer=8, n_head=2, n_embd=128)
     block = model.blocks[3]
     for weight in (model.token_embedding.weight, block.attention.qkv.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -139,12 +138,12 @@ def test_initial_weights_follow_gpt2() -> None:
 
 
 def test_without_biases_no_linear_layer_and_no_norm_has_one() -> None:
-    model = GPT(ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, bias=False), VOCAB)
+    model = GPT(VOCAB, block_size=8, n_layer=1, n_head=1, n_embd=8, bias=False)
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
 
 
 def test_dropout_changes_training_but_not_evaluation(tokens: torch.Tensor) -> None:
-    model = GPT(ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32, dropout=0.5), VOCAB)
+    model = GPT(VOCAB, **SHAPE, dropout=0.5)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
@@ -161,8 +160,7 @@ def test_activation_checkpointing_changes_neither_gradients_nor_names(tokens):
     gradients = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        shape = replace(SHAPE, dropout=0.1, activation_checkpointing=recompute)
-        model = build_gpt(shape, VOCAB)
+        model = GPT(VOCAB, **SHAPE, dropout=0.1, activation_checkpointing=recompute)
         model(tokens, tokens).backward()
         gradients.append({name: each.grad for name, each in model.named_parameters()})
     assert gradients[0].keys() == gradients[1].keys()
@@ -172,15 +170,14 @@ def test_activation_checkpointing_changes_neither_gradients_nor_names(tokens):
 def test_heads_of_keys_are_rejected_for_gpt() -> None:
     shape = ModelConfig(block_size=8, n_layer=1, n_head=4, n_embd=16, n_kv_head=2)
     with pytest.raises(UserError, match=r"^model.n_kv_head=2 is only for modern models; remove it"):
-        GPT(shape, 64)
-    assert GPT(replace(shape, n_kv_head=4), 64).num_parameters
+        build_gpt(shape, 64)
+    assert build_gpt(replace(shape, n_kv_head=4), 64).num_parameters
 
 
 @pytest.mark.parametrize(("residual_dtype", "under_autocast"), [("float32", 4), ("bfloat16", 2)])
 def test_the_residual_stream_has_the_type_that_is_set(tokens, residual_dtype, under_autocast):
     torch.manual_seed(0)
-    shape = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    model = GPT(ModelConfig(**shape, residual_dtype=residual_dtype), 100)
+    model = GPT(VOCAB, **SHAPE, residual_dtype=residual_dtype)
     sizes = []
     for module in (*model.blocks, model.final_norm):
         module.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].itemsize))
@@ -197,8 +194,7 @@ def test_the_setting_of_the_residual_stream_changes_no_float32_bit(tokens):
     losses = []
     for residual_dtype in ("float32", "bfloat16"):
         torch.manual_seed(0)
-        shape = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
-        model = GPT(ModelConfig(**shape, residual_dtype=residual_dtype), 100)
+        model = GPT(VOCAB, **SHAPE, residual_dtype=residual_dtype)
         model(tokens, tokens).backward()
         losses.append([weight.grad for weight in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
@@ -21,7 +22,6 @@ from lockstep_gpt.run.checkpoint import (
 )
 from lockstep_gpt.run.checkpoint_sums import sum_path, verify
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.run.resuming import (
     refuse_lost_numbers,
     refuse_other_directory,
@@ -227,8 +227,7 @@ def test_a_restored_optimizer_keeps_no_number_in_the_file(new_run, tmp_path):
     run.fit(run.checkpoints(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
     expected = torch.load(path)["optimizer_states"][0]["state"]
-    run = new_run()
-    optimizer = run.module.make_optimizer(run.module.model, single_device("cpu"))
+    (optimizer,) = new_run(max_steps=1).fit(strategy=single_device("cpu")).optimizers
     optimizer.load_state_dict(read_verified(verify(path))["optimizer_states"][0])
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))

@@ -12,8 +12,7 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.distributed import ranks
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training.initial_weights import load_initial_weights
@@ -49,17 +48,17 @@ def begun(path, tokenizer=None, **changes):
     config = ModelConfig(**{**SHAPE, **changes}, init_from=str(path))
     tokenizer = tokenizer or ByteTokenizer()
     model = build_gpt(config, tokenizer.vocab_size).eval()
-    load_initial_weights(model, tokenizer)
+    load_initial_weights(config, model, tokenizer)
     return model
 
 
-def saved_as(tmp_path, model, tokenizer):
+def saved_as(tmp_path, config, model, tokenizer):
     """Save a model as a run does, and return the run."""
     content = {
         "config": {
             "max_steps": 1,
             "batch": {"global_size": 1},
-            "model": vars(model.config),
+            "model": vars(config),
             "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
             "optim": {"algorithm": "adamw"},
         },
@@ -154,8 +153,9 @@ def test_a_shorter_context_uses_the_first_positions(saved_run):
 @NEEDS_MODERN
 def test_a_context_may_grow_where_positions_are_not_learned(tmp_path):
     shape = {"architecture": "modern", "bias": False}
-    theirs = build_gpt(ModelConfig(**SHAPE, **shape), 256).eval()
-    run = saved_as(tmp_path, theirs, ByteTokenizer())
+    config = ModelConfig(**SHAPE, **shape)
+    theirs = build_gpt(config, 256).eval()
+    run = saved_as(tmp_path, config, theirs, ByteTokenizer())
     tokens = torch.randint(256, (2, 64))
     ours = begun(run, **shape, block_size=128)
     assert torch.equal(ours(tokens), theirs(tokens))

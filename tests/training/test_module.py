@@ -79,12 +79,12 @@ def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("16-mixed", None)])
-def test_the_optimizer_starts_at_the_schedule_s_rate(new_run, precision, fused):
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_the_optimizer_is_fused_and_starts_at_the_schedule_s_rate(new_run, precision):
     run = new_run(optim={"lr": 0.25, "warmup_steps": 4}, precision=precision)
     run.module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     parts = run.module.configure_optimizers()
     assert parts["lr_scheduler"]["interval"] == "step"
     (rate,) = {group["lr"] for group in parts["optimizer"].param_groups}
     assert rate == run.schedule.lr(0) == 0.25 / 4
-    assert parts["optimizer"].defaults["fused"] is fused
+    assert parts["optimizer"].defaults["fused"] is True

@@ -6,12 +6,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
-from lockstep_gpt.training.muon import Muon, build_optimizer
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.muon import Muon
+from lockstep_gpt.training.optim import muon
 from lockstep_gpt.training.orthogonalization import orthogonalized
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}
@@ -28,7 +27,7 @@ def model():
 
 
 def optimizer_of(gpt, **settings):
-    return build_optimizer(gpt, OptimConfig(algorithm="muon", **settings), lr=0.02)
+    return muon(gpt.named_parameters(), lr=0.02, **{"weight_decay": 0.1, **settings})
 
 
 def step(gpt, optimizer, seed=1):

@@ -5,22 +5,24 @@ from torch import nn
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training import muon, optim
-from lockstep_gpt.training.optim import build_optimizer, place_matrices
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.model.modern import ModernGPT
+from lockstep_gpt.training import muon as muon_module
+from lockstep_gpt.training import optim
+from lockstep_gpt.training.optim import adamw, muon
+from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
-CONFIG = OptimConfig(algorithm="adamw", weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
+SETTINGS = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 
 def gpt() -> GPT:
     torch.manual_seed(0)
-    return GPT(ModelConfig(block_size=8, n_layer=2, n_head=2, n_embd=16), 70)
+    return GPT(70, **SHAPE)
 
 
 def test_matrices_and_embeddings_decay_and_vectors_do_not() -> None:
     model = gpt()
-    decayed, plain = build_optimizer(model, CONFIG, lr=1e-3).param_groups
+    decayed, plain = adamw(model.named_parameters(), lr=1e-3, **SETTINGS).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert {parameter.ndim for parameter in decayed["params"]} == {2}
     assert {parameter.ndim for parameter in plain["params"]} == {1}
@@ -30,7 +32,7 @@ def test_matrices_and_embeddings_decay_and_vectors_do_not() -> None:
 def test_every_trainable_parameter_is_in_one_group_in_the_model_s_order() -> None:
     model = gpt()
     model.position_embedding.weight.requires_grad_(False)
-    groups = build_optimizer(model, CONFIG, lr=1e-3).param_groups
+    groups = adamw(model.named_parameters(), lr=1e-3, **SETTINGS).param_groups
     order = {parameter: place for place, parameter in enumerate(model.parameters())}
     places = [[order[parameter] for parameter in group["params"]] for group in groups]
     assert all(group == sorted(group) for group in places)
@@ -38,7 +40,7 @@ def test_every_trainable_parameter_is_in_one_group_in_the_model_s_order() -> Non
 
 
 def test_settings_reach_the_optimizer_and_its_kernel_is_fused() -> None:
-    defaults = build_optimizer(gpt(), CONFIG, lr=2e-3).defaults
+    defaults = adamw(gpt().named_parameters(), lr=2e-3, **SETTINGS).defaults
     assert defaults["lr"] == 2e-3
     assert defaults["betas"] == (0.8, 0.9)
     assert defaults["eps"] == 1e-6
@@ -53,7 +55,7 @@ def test_steps_equal_those_of_the_plain_kernel(dtype: torch.dtype) -> None:
         {"params": [p for p in reference.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     plain = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, fused=False)
-    fused = build_optimizer(model, CONFIG, lr=1e-2)
+    fused = adamw(model.named_parameters(), lr=1e-2, **SETTINGS)
     for step in range(3):
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             ours.grad = torch.full_like(ours, 0.1 * (step + 1))
@@ -74,17 +76,17 @@ def test_steps_equal_those_of_the_plain_kernel(dtype: torch.dtype) -> None:
     ids=["matrices only", "vectors only", "convolution"],
 )
 def test_any_module_gets_both_groups_and_can_step(model: nn.Module) -> None:
-    optimizer = build_optimizer(model, CONFIG, lr=1e-3)
+    optimizer = adamw(model.named_parameters(), lr=1e-3, **SETTINGS)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    restored = build_optimizer(model, CONFIG, lr=1e-3)
+    restored = adamw(model.named_parameters(), lr=1e-3, **SETTINGS)
     restored.load_state_dict(optimizer.state_dict())
     assert len(restored.param_groups) == 2
 
 
 def test_devices_without_the_fused_kernel_use_the_plain_one() -> None:
-    optimizer = build_optimizer(gpt().to("meta"), CONFIG, lr=1e-3)
+    optimizer = adamw(gpt().to("meta").named_parameters(), lr=1e-3)
     assert optimizer.defaults["fused"] is None
 
 
@@ -100,15 +102,62 @@ def test_devices_without_the_fused_kernel_use_the_plain_one() -> None:
 def test_with_exact_sums_muon_is_not_compiled_and_a_gpu_stacks_nothing(
     monkeypatch, accelerator, compiled, exact, flags
 ):
-    monkeypatch.setattr(optim, "ReplicatedMatrices", lambda *flags: flags)
-    config = OptimConfig(algorithm="muon")
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), config, lr=1.0)
-    place_matrices(optimizer, single_device(accelerator, exact), compiled)
+    monkeypatch.setattr(muon_module, "ReplicatedMatrices", lambda *flags: flags)
+    optimizer = muon(nn.Linear(2, 2).named_parameters(), lr=1.0)
+    optimizer.share_work(single_device(accelerator, exact), compiled)
     assert optimizer.placement == flags
 
 
 def test_a_module_without_the_function_is_refused_by_name(monkeypatch) -> None:
-    monkeypatch.delattr(muon, "build_optimizer")
-    message = r"muon\.py defines no build_optimizer; define it as training/muon\.py does$"
+    monkeypatch.delattr(optim, "muon")
+    message = r"optim\.py defines no muon; define it as training/optim\.py does$"
     with pytest.raises(UserError, match=message):
-        build_optimizer(gpt(), OptimConfig(algorithm="muon"), lr=1e-3)
+        optimizer_of(OptimConfig(algorithm="muon"))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("kind", [GPT, ModernGPT])
+def test_muon_tells_matrices_and_head_by_name_and_shape(kind, prefix):
+    """The groups, and the order in each, are those of the explicit lists of layers."""
+    model = kind(70, **SHAPE)
+    optimizer = muon(model.named_parameters(prefix.rstrip(".")), lr=0.02, weight_decay=0.1)
+    layers = [layer for block in model.blocks for layer in block.modules()]
+    matrices = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+    head = [] if kind is GPT else [model.output.weight]
+    known = {id(weight) for weight in [*matrices, *head]}
+    rest = [weight for weight in model.parameters() if id(weight) not in known]
+    found = [group["params"] for group in optimizer.param_groups]
+    for group, expected in zip(found, (matrices, head, rest), strict=True):
+        assert [id(weight) for weight in group] == [id(weight) for weight in expected]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.2 * 0.02, 0.02]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_what_does_not_train_is_in_no_group(make):
+    model = gpt()
+    model.blocks.requires_grad_(False)
+    groups = make(model.named_parameters(), lr=1e-3).param_groups
+    ours = {id(weight) for group in groups for weight in group["params"]}
+    assert ours == {id(weight) for weight in model.parameters() if weight.requires_grad}
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_a_resume_keeps_the_settings_of_this_command(make):
+    model = gpt()
+    saved = make(model.named_parameters(), lr=1e-3, beta2=0.9).state_dict()
+    resumed = make(model.named_parameters(), lr=2e-3, beta2=0.8)
+    resumed.load_state_dict(saved)
+    assert {group["lr"] for group in resumed.param_groups} <= {2e-3, 0.2 * 2e-3}
+    assert all(group.get("betas", (0.9, 0.8)) == (0.9, 0.8) for group in resumed.param_groups)
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), [("adamw", "AdamW"), ("muon", "Muon")])
+def test_settings_make_the_optimizer_that_arguments_make(algorithm, kind):
+    config = OptimConfig(algorithm=algorithm, lr=5.0, head_lr_fraction=0.5, **SETTINGS)
+    model = gpt()
+    made = optimizer_of(config)(model.named_parameters(), lr=1e-3)
+    own = {"head_lr_fraction": 0.5} if algorithm == "muon" else {}
+    expected = getattr(optim, algorithm)(model.named_parameters(), lr=1e-3, **SETTINGS, **own)
+    assert type(made).__name__ == kind
+    assert made.state_dict() == expected.state_dict()

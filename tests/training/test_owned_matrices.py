@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep_gpt.distributed.ddp import build_ddp
 from lockstep_gpt.distributed.ranks import lost_peers
-from lockstep_gpt.training import optim, owned_matrices
+from lockstep_gpt.training import muon, owned_matrices
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
 from lockstep_gpt.training.orthogonalization import flops_of
@@ -166,9 +166,9 @@ def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, mode
     def train(_rank):
         results = []
         for precision in ("32-true", "64-true", "bf16-mixed"):
-            optim.OwnedMatrices = OwnedMatrices
+            muon.OwnedMatrices = OwnedMatrices
             shared = run_of(precision)
-            optim.OwnedMatrices = lambda _matrices, *flags: ReplicatedMatrices(*flags)
+            muon.OwnedMatrices = lambda _matrices, *flags: ReplicatedMatrices(*flags)
             replicated = run_of(precision)
             pairs = zip(shared[1], replicated[1], strict=True)
             difference = max(float((one - other).abs().max()) for one, other in pairs)

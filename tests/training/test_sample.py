@@ -19,6 +19,7 @@ SETTINGS = {
     "temperature": 0.8,
     "tokenizer": ByteTokenizer(),
     "seed": 1337,
+    "new_model": None,  # only ranks with shards need another one
 }
 
 

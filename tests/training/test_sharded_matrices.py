@@ -7,11 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import orthogonalization, sharded_matrices
-from lockstep_gpt.training.muon import build_optimizer
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.optim import muon
 from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
 # Six rows leave the last of four ranks without any.
@@ -34,7 +32,7 @@ def parts_of(architecture, world_size):
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, OptimConfig(algorithm="muon", weight_decay=0.1), lr=0.02)
+    optimizer = muon(model.named_parameters(), lr=0.02, weight_decay=0.1)
     if world_size > 1:
         optimizer.placement = ShardedMatrices()
     return model, optimizer

@@ -6,7 +6,6 @@ import torch
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.training import trained_model
@@ -24,7 +23,7 @@ CONFIG = {
 
 def saved_model(path, **config):
     torch.manual_seed(0)
-    model = GPT(ModelConfig(**SHAPE, dropout=0.5), 256)
+    model = GPT(256, **SHAPE, dropout=0.5)
     weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     content = {
         "config": {**CONFIG, **config},

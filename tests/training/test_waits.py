@@ -13,7 +13,7 @@ from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training import clipping
 from lockstep_gpt.training.building import build_module, schedule_of
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 class Waits(TorchDispatchMode):
@@ -51,7 +51,7 @@ def test_no_step_between_logged_ones_waits_for_the_device(composed, monkeypatch,
     config.optim.algorithm = algorithm
     batch = config.batch.build().spread_over(1)
     module = build_module(config, schedule_of(config, batch), ByteTokenizer())
-    optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
+    optimizer = optimizer_of(config.optim)(module.model.named_parameters(), lr=1e-3)
     metrics = Metrics(config.log_every, batch.global_size * config.model.block_size)
     clip = clipping.ClipAndSkip(1.0)
     trainer = SimpleNamespace(

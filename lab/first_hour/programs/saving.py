@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from clock import DEVICE, DRY, seconds_of, show
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.callbacks.weight_hashes import digest
 from lockstep_gpt.run.checkpoint import size_of, write_checkpoint
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
-from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.optim import adamw
 
 
 def main() -> None:
@@ -24,7 +22,7 @@ def main() -> None:
     config = ModelConfig(block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     with torch.device(DEVICE):
         model = build_gpt(config, 50257)
-    optimizer = build_optimizer(model, OptimConfig(algorithm="adamw"), 1e-4)
+    optimizer = adamw(model.named_parameters(), lr=1e-4)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()

@@ -21,6 +21,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from lockstep_gpt.distributed.gathering import ALL_GATHER
+from lockstep_gpt.distributed.optimizers import PreparesOptimizers
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.torch_patches import BatchNorm
 
@@ -182,7 +183,7 @@ class ExactSums:
         self._gathered.append((work, total, bucket, result))
 
 
-class AddsGradients(strategies.Strategy):
+class AddsGradients(PreparesOptimizers):
     """A mixin of strategies: decides how the gradients of a step are added.
 
     Callbacks see them once they are complete: in the last micro-batch, the sum of the step.

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lockstep_gpt.distributed.checkpoint_parts import write_part
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.mean_of_counts import MeanOfCounts
+from lockstep_gpt.distributed.optimizers import PreparesOptimizers
 from lockstep_gpt.distributed.rank_states import (
     is_of_rank,
     state_of_rank,
@@ -85,7 +86,7 @@ def build_fsdp2(
     )
 
 
-class ShardedStrategy(MeanOfCounts, ModelParallelStrategy):
+class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
     """Lightning's strategy, which saves and loads states in the form that a single device uses.
 
     Lightning's own version would number the optimizer state in the order of the model, not of the

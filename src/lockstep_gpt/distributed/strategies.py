@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
 from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
+from lockstep_gpt.distributed.optimizers import COMPILED
 from lockstep_gpt.distributed.tensor_splits import TensorPart
 
 
@@ -104,10 +105,12 @@ def place(model: nn.Module, strategy: Strategy, *, compiled: bool = False) -> No
     Args:
         model: whose blocks, if it has `blocks`, are the units that FSDP2 shards.
         strategy: the Trainer's.
-        compiled: whether torch compiles the model.
+        compiled: whether torch compiles the model, and what optimizers such as Muon compute.
     """
     if model not in PLACED:  # a test after training uses the same ranks
         PLACED.add(model)
+        if compiled:
+            COMPILED.add(model)
         layout_of(strategy).place_model(model, compiled)
 
 

@@ -33,7 +33,7 @@ def split_model(model: Any, ranks: TensorRanks) -> None:
             setattr(model.get_submodule(parent), kind, part)
     for block in model.blocks:
         attention = block.attention
-        if model.config.dropout:
+        if model.dropout.p:
             attention.attend = functools.partial(attend_with_shared_noise, ranks)
         attention.n_head //= ranks.size
         if hasattr(attention, "n_kv_head"):

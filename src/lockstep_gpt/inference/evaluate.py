@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from lockstep_gpt.data.datamodule import TokenDataModule
     from lockstep_gpt.data.windows import Batch as Pair
-    from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.model.language_model import LanguageModel
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
 SAMPLES = 32  # of the GPT at a time
@@ -129,7 +129,9 @@ def rank_and_world_size() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") -> dict[str, Any]:
+def evaluate(
+    model: LanguageModel, config: Config, batch_size: int, split: str = "val"
+) -> dict[str, Any]:
     """Measure a GPT on a split of its run's data, which is prepared if it is missing.
 
     Args:
@@ -149,16 +151,16 @@ def evaluate(model: GPT, config: Config, batch_size: int, split: str = "val") ->
     from lockstep_gpt.data.datamodule import TokenDataModule
     from lockstep_gpt.inference.held_out import measured
     from lockstep_gpt.training.batches import build_data
-    from lockstep_gpt.training.building import make_optimizer
     from lockstep_gpt.training.module import GPTModule
+    from lockstep_gpt.training.optim_settings import optimizer_of
 
     if not isinstance(config.data, DataModuleConfig):
         fingerprint = shards.load_index(prepare(config.data)).fingerprint
         whole = replace(config.data, val_tokens=None, fingerprint=fingerprint)
         config = replace(config, data=whole)
     data = build_data(config, _batch_of(config, batch_size))
-    make = partial(make_optimizer, config=config, lr=config.optim.lr)
-    module = GPTModule(model, make, lambda _step: 1.0)
+    optimizer = partial(optimizer_of(config.optim), lr=config.optim.lr)
+    module = GPTModule(model, optimizer, lambda _step: 1.0)
     result = measured(module, data, config, split)
     if not isinstance(data, TokenDataModule):
         return result
@@ -218,7 +220,9 @@ def _counts_of_all_targets(
     return windows * data.block_size, sum(part.tokens - 1 for part in parts)
 
 
-def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) -> dict[str, float]:
+def evaluate_text(
+    model: LanguageModel, tokenizer: Tokenizer, path: str, batch_size: int
+) -> dict[str, float]:
     """Measure a model on all tokens of text files but the first, which no token comes before.
 
     Args:
@@ -247,7 +251,7 @@ def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) 
     if len(ids) < 2:
         raise UserError(f"--data={path} has no text; give a file or a folder with some")
     device = next(model.parameters()).device
-    block_size = model.config.block_size
+    block_size = model.block_size
     windows = -(-(len(ids) - 1) // block_size)  # rounded up
     rank, world_size = rank_and_world_size()
     firsts = range(rank * batch_size, windows, world_size * batch_size)
@@ -284,7 +288,7 @@ def _batches(
         yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
 
 
-def _measure(model: GPT, batches: Iterator[Pair], count: int) -> dict[str, float]:
+def _measure(model: LanguageModel, batches: Iterator[Pair], count: int) -> dict[str, float]:
     """Return loss, perplexity, and the number of targets, over the batches of all ranks.
 
     Args:

@@ -12,7 +12,7 @@ from lockstep_gpt.launch import (
     variables,
 )
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE
+from lockstep_gpt.model.shape import VOCAB_MULTIPLE
 from lockstep_gpt.registry import CHECK, additions
 from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
 

@@ -1,11 +1,17 @@
-"""Settings of the model."""
+"""Settings of the model, and the model of such settings."""
 
+import importlib
+import inspect
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from lockstep_gpt.settings import Checked, is_module, setting
+from lockstep_gpt.errors import defined_in
+from lockstep_gpt.model.shape import check_heads
+from lockstep_gpt.settings import Checked, check, is_module, setting
 
-VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
+if TYPE_CHECKING:
+    from lockstep_gpt.model.language_model import LanguageModel
 
 
 @dataclass
@@ -51,9 +57,38 @@ class ModelConfig(Checked):
         super().__post_init__()
         if not is_module("model", self.architecture):
             self.refuse("architecture", "is not gpt, modern, or another module of model/")
-        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
-            self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
-        if self.n_embd % self.n_head:
-            fits = self.n_head * max(1, round(self.n_embd / self.n_head))
-            rule = f"is not divisible by model.n_head={self.n_head}; nearest: model.n_embd={fits}"
-            self.refuse("n_embd", rule)
+        check_heads(self.n_head, self.n_embd, self.n_kv_head)
+
+
+def build_gpt(config: ModelConfig, vocab_size: int) -> "LanguageModel":
+    """Build the model of `model.architecture` with the settings that its class has arguments for.
+
+    It is the class `ModernGPT` of `modern`, and `GPT` of any other module of model/.
+    """
+    module = importlib.import_module(f"{__package__}.{config.architecture}")
+    name = "ModernGPT" if config.architecture == "modern" else "GPT"
+    kind = defined_in(module, name, "model/gpt.py")
+    accepted = inspect.signature(kind).parameters
+    _refuse_without_effect(config, accepted)
+    settings = {name: value for name, value in vars(config).items() if name in accepted}
+    model: LanguageModel = kind(vocab_size=vocab_size, **settings)
+    return model
+
+
+def _refuse_without_effect(config: ModelConfig, accepted: Container[str]) -> None:
+    """Raise a `UserError` for a setting that the model has no argument for."""
+    name = config.architecture
+    if name == "modern":
+        check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
+    fits = "bias" in accepted or config.bias or name == "modern"
+    check("model.bias", config.bias, fits, f"is not for {name} models; set true")
+    fits = "n_kv_head" in accepted or config.n_kv_head in (None, config.n_head)
+    rule = "is only for modern models; remove it, or set model.architecture=modern"
+    check("model.n_kv_head", config.n_kv_head, fits, rule)
+    fits = "ngram_rows" in accepted or not config.ngram_rows
+    check("model.ngram_rows", config.ngram_rows, fits, rule)
+    fits = "dropout" in accepted or not config.dropout
+    check("model.dropout", config.dropout, fits, f"is not for {name} models; set 0")
+    fits = "activation_checkpointing" in accepted or not config.activation_checkpointing
+    rule = f"is not for {name} models; set false"
+    check("model.activation_checkpointing", config.activation_checkpointing, fits, rule)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep_gpt.model import gpt
 from lockstep_gpt.model.functional import causal_attention, is_narrow
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.language_model import LanguageModel, recompute_in_backward
+from lockstep_gpt.model.shape import check_heads
 from lockstep_gpt.settings import check
 
 BF16 = torch.bfloat16
@@ -24,34 +24,70 @@ ROTARY_BASE = 10_000.0
 BEGIN_AT_ZERO = ("previous", "output.weight", "ngram_embedding.weight")
 HASH = (36_313, 27_191)  # odd: in 2**k rows, a change of one token mod 2**k changes the row
 ATTENTION_SCALE = 0.25  # for products of queries and keys with unit variance
+MOST_ROWS = 10**8  # of an n-gram embedding table
+LONGEST = 32  # n of n-grams
 
 
-class GPT(gpt.GPT):
-    """A decoder-only transformer; a `UserError` rejects biases and odd head widths.
+class ModernGPT(LanguageModel):
+    """A decoder-only transformer without biases, whose norms have no weights.
 
-    The norms have no weights. `n_head` query heads share `n_kv_head` heads of keys and values.
+    Args:
+        vocab_size: V, from the data's tokenizer.
+        block_size: tokens of context, the largest T.
+        n_layer: number of blocks.
+        n_head: attention heads per block.
+        n_embd: width of the residual stream, C.
+        dropout: probability that an element is dropped.
+        n_kv_head: heads of keys and values, which query heads share; None: `n_head`.
+        ngram_rows: rows of each n-gram embedding table; 0: there is none.
+        longest_ngram: largest n of the n-grams; the smallest is 2.
+        activation_checkpointing: keep only inputs of blocks, and recompute the rest in backward.
+
+    Raises:
+        UserError: no such model exists, as with an odd width of heads.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def build(self) -> None:
-        """Create the layers."""
-        config = self.config
-        width = config.n_embd // config.n_head
-        check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        n_layer: int,
+        n_head: int,
+        n_embd: int,
+        dropout: float = 0.0,
+        n_kv_head: int | None = None,
+        ngram_rows: int = 0,
+        longest_ngram: int = 2,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(vocab_size, block_size, n_layer, n_head, n_embd, dropout)
+        check_heads(n_head, n_embd, n_kv_head)
+        width = n_embd // n_head
         rule = f"gives heads of {width}; set it or model.n_head to make them even"
-        check("model.n_embd", config.n_embd, width % 2 == 0, rule)
-        self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
-        if config.ngram_rows:
-            rows = config.ngram_rows * (config.longest_ngram - 1)
-            self.ngram_embedding = nn.Embedding(rows, config.n_embd)
-        self.previous = nn.Parameter(torch.empty(config.n_embd))  # share of the previous token
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.output = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
-        cos, sin = rotations(config.block_size, width)
+        check("model.n_embd", n_embd, width % 2 == 0, rule)
+        rule = f"must be at least 0 and at most {MOST_ROWS}"
+        check("model.ngram_rows", ngram_rows, 0 <= ngram_rows <= MOST_ROWS, rule)
+        rule = f"must be at least 2 and at most {LONGEST}"
+        check("model.longest_ngram", longest_ngram, 2 <= longest_ngram <= LONGEST, rule)
+        self.n_kv_head = n_kv_head or n_head
+        self.ngram_rows = ngram_rows
+        self.longest_ngram = longest_ngram
+        self.token_embedding = nn.Embedding(self.padded_vocab_size, n_embd)
+        if ngram_rows:
+            self.ngram_embedding = nn.Embedding(ngram_rows * (longest_ngram - 1), n_embd)
+        self.previous = nn.Parameter(torch.empty(n_embd))  # share of the previous token
+        shape = (n_head, self.n_kv_head, n_embd, dropout)
+        self.blocks = nn.ModuleList(Block(*shape) for _ in range(n_layer))
+        self.output = nn.Linear(n_embd, self.padded_vocab_size, bias=False)
+        cos, sin = rotations(block_size, width)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.initialize()
+        if activation_checkpointing:
+            recompute_in_backward(self.blocks)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -76,7 +112,7 @@ class GPT(gpt.GPT):
         positions = self.positions(tokens)
         tokens = tokens.long()
         x = self.token_embedding(tokens)  # (B, T, C)
-        if self.config.ngram_rows:
+        if self.ngram_rows:
             x = self.add_ngrams(x, tokens)
         x = norm(x)
         x = self.dropout(x + self.previous * self.shifted(x))
@@ -95,9 +131,9 @@ class GPT(gpt.GPT):
 
     def add_ngrams(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Add the embeddings of the n-grams that end in each token, for n from 2 on, by hash."""
-        rows = self.config.ngram_rows
+        rows = self.ngram_rows
         code = tokens * HASH[1]
-        for table in range(self.config.longest_ngram - 1):
+        for table in range(self.longest_ngram - 1):
             code = self.shifted(code) * HASH[0] ^ tokens * HASH[1]
             x = x + self.ngram_embedding(code % rows + table * rows)
         return x
@@ -106,11 +142,11 @@ class GPT(gpt.GPT):
 class Block(nn.Module):
     """Attention, then the MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, n_head: int, n_kv_head: int, n_embd: int, dropout: float) -> None:
         super().__init__()
-        self.attention = CausalSelfAttention(config)
-        self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.attention = CausalSelfAttention(n_head, n_kv_head, n_embd, dropout)
+        self.mlp = MLP(n_embd)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Update the residual stream `x`, (B, T, C), with rotations `cos`, `sin`, (T, 1, D)."""
@@ -123,16 +159,16 @@ class CausalSelfAttention(nn.Module):
 
     attend = staticmethod(causal_attention)
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, n_head: int, n_kv_head: int, n_embd: int, dropout: float) -> None:
         super().__init__()
-        self.n_head = config.n_head
-        self.n_kv_head = config.n_kv_head or config.n_head
-        self.dropout = config.dropout
-        self.width = config.n_embd // config.n_head  # D
-        self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.key = nn.Linear(config.n_embd, self.n_kv_head * self.width, bias=False)
-        self.value = nn.Linear(config.n_embd, self.n_kv_head * self.width, bias=False)
-        self.projection = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head
+        self.dropout = dropout
+        self.width = n_embd // n_head  # D
+        self.query = nn.Linear(n_embd, n_embd, bias=False)
+        self.key = nn.Linear(n_embd, self.n_kv_head * self.width, bias=False)
+        self.value = nn.Linear(n_embd, self.n_kv_head * self.width, bias=False)
+        self.projection = nn.Linear(n_embd, n_embd, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
@@ -148,10 +184,10 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with squared ReLU between them, at width 4 C, for each token separately."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, n_embd: int) -> None:
         super().__init__()
-        self.expansion = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.projection = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.expansion = nn.Linear(n_embd, 4 * n_embd, bias=False)
+        self.projection = nn.Linear(4 * n_embd, n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, (B, T, C), to the same shape."""

@@ -31,7 +31,8 @@ from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.processes import limit_exit
 from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
@@ -46,16 +47,11 @@ from lockstep_gpt.run.loggers.tracking import (
     git_state,
     tracked_runs,
 )
-from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.optim import (
-    build_optimizer,
-    keep_own_settings,
-    place_matrices,
-)
+from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 from lockstep_gpt.training.trace import Trace
@@ -331,26 +327,14 @@ def build_module(config: Config, schedule: Schedule, tokenizer: Tokenizer) -> GP
         model.double()  # the Trainer would only do so after loading a checkpoint's weights
     return GPTModule(
         model,
-        partial(make_optimizer, config=config, lr=schedule.peak),
+        partial(optimizer_of(config.optim), lr=schedule.peak),
         schedule.factor,
         config.compile,
     )
 
 
-def make_optimizer(
-    model: nn.Module, strategy: Strategy, config: Config, lr: float
-) -> torch.optim.Optimizer:
-    """Return the optimizer of a model under a strategy; on resume, it keeps its own settings."""
-    fused = config.precision != "16-mixed"  # fused kernels unscale after clipping
-    optimizer = build_optimizer(model, config.optim, lr, fused)
-    place_matrices(optimizer, strategy, config.compile)
-    optimizer.register_load_state_dict_pre_hook(keep_own_settings)
-    optimizer.register_load_state_dict_post_hook(copy_restored_state)
-    return optimizer
-
-
 def build_metrics(
-    config: Config, batch: Batch, tokens_per_sample: int, model: GPT | None
+    config: Config, batch: Batch, tokens_per_sample: int, model: LanguageModel | None
 ) -> Metrics:
     """Return what measures the run; of a `model` that is no GPT, the FLOPs are unknown."""
     peak = None

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lockstep_gpt.distributed.strategies import ModelLayout, layout_of
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.torch_patches import let_others_unscale
 
 
 class ClipAndSkip(StepCallback):
@@ -45,6 +46,7 @@ class ClipAndSkip(StepCallback):
         for optimizer in trainer.optimizers:
             own = {weight for group in optimizer.param_groups for weight in group["params"]}
             self._weights[optimizer] = [weight for weight in trained if weight in own]
+            let_others_unscale(optimizer)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer

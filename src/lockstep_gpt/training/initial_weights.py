@@ -15,7 +15,7 @@ from lockstep_gpt.catalog import how_to_add
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ranks import ranks_unlike_rank_zero
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.settings import as_typed
@@ -30,19 +30,19 @@ POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
 PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
 
 
-def load_initial_weights(model: GPT, tokenizer: Tokenizer) -> None:
+def load_initial_weights(config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer) -> None:
     """Load the weights that `model.init_from` names, if it is set.
 
     Raises:
         UserError: there is no such run or folder, its architecture, shape, or vocabulary differs,
             or the ranks read different weights.
     """
-    if model.config.init_from is None:
+    if config.init_from is None:
         return
-    path = Path(model.config.init_from).expanduser()
+    path = Path(config.init_from).expanduser()
     source = f"model.init_from={path}"
     if is_run(path):
-        weights, saved_context = weights_of_run(path, model, tokenizer, source)
+        weights, saved_context = weights_of_run(path, config, tokenizer, source)
     else:
         pretrained = optional_part("hub", "pretrained")
         if pretrained is None:
@@ -53,11 +53,11 @@ def load_initial_weights(model: GPT, tokenizer: Tokenizer) -> None:
         weights, saved_context = pretrained.weights_of_folder(path, model, tokenizer, source)
     model.load_state_dict(weights)
     _refuse_other_weights(model, source)
-    context = model.config.block_size
+    context = model.block_size
     logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{saved_context:,}")
 
 
-def _refuse_other_weights(model: GPT, source: str) -> None:
+def _refuse_other_weights(model: LanguageModel, source: str) -> None:
     """Compare the weights that the ranks read: a folder can look shared without being shared."""
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
@@ -76,24 +76,24 @@ def is_run(path: Path) -> bool:
 
 
 def weights_of_run(
-    path: Path, model: GPT, tokenizer: Tokenizer, source: str
+    path: Path, config: ModelConfig, tokenizer: Tokenizer, source: str
 ) -> tuple[dict[str, Tensor], int]:
-    """Return the weights of a run with the shapes of `model`, and the run's context.
+    """Return the weights of a run for a model of `config`, and the run's context.
 
     Raises:
         UserError: the run's shape or tokenizer differs; the message starts with `source`.
     """
     _, saved_model, saved_config, saved_tokenizer = load_named_model(path)
-    _refuse_other_shape(saved_config.model, model.config, source)
+    _refuse_other_shape(saved_config.model, config, source)
     weights = saved_model.state_dict()
     saved_context = saved_config.model.block_size
     if POSITIONS in weights:
-        if saved_context < model.config.block_size:
+        if saved_context < config.block_size:
             raise UserError(
                 f"{source} has learned positions for {saved_context} tokens, and model.block_size="
-                f"{model.config.block_size}; set model.block_size={saved_context}"
+                f"{config.block_size}; set model.block_size={saved_context}"
             )
-        weights[POSITIONS] = weights[POSITIONS][: model.config.block_size]
+        weights[POSITIONS] = weights[POSITIONS][: config.block_size]
     if not _encode_alike(saved_tokenizer, tokenizer):
         raise UserError(
             f"{source} has another tokenizer than the data; prepare the data with its own, "

@@ -1,16 +1,15 @@
 """The LightningModule: what one micro-batch, one update, and one validation do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lightning import LightningModule
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep_gpt.distributed.strategies import place
 from lockstep_gpt.model.functional import IGNORE, perplexity
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.step_rate import StepRate
 
@@ -22,21 +21,21 @@ class GPTModule(LightningModule):
 
     Args:
         model: returns the mean loss of tokens and targets.
-        make_optimizer: returns the optimizer of a model under a strategy.
+        optimizer: returns the optimizer of named weights, such as a partial of `muon`.
         rate: of a step, relative to the optimizer's.
         compiled: whether torch compiles the model.
     """
 
     def __init__(
         self,
-        model: GPT,
-        make_optimizer: Callable[[nn.Module, Strategy], Optimizer],
+        model: LanguageModel,
+        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
         rate: Callable[[int], float],
         compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        self.make_optimizer = make_optimizer
+        self.make_optimizer = optimizer
         self.rate = rate
         self.compiled = compiled
         self.train_loss = Mean("train/loss")
@@ -67,7 +66,7 @@ class GPTModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer, and its rate as a function of the step."""
-        optimizer = self.make_optimizer(self.model, self.trainer.strategy)
+        optimizer = self.make_optimizer(self.model.named_parameters())
         scheduler = StepRate(optimizer, self.rate)
         return {
             "optimizer": optimizer,

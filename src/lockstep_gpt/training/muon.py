@@ -6,10 +6,11 @@ does it, costs twice as much.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lockstep_gpt.training.matrix_placement import (
@@ -19,7 +20,11 @@ from lockstep_gpt.training.matrix_placement import (
     by_shape,
     gradients_of,
 )
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.owned_matrices import OwnedMatrices
+from lockstep_gpt.training.sharded_matrices import ShardedMatrices
+
+if TYPE_CHECKING:  # it imports Lightning, which takes seconds, and plans need none
+    from lightning.pytorch.strategies import Strategy
 
 MOMENTUM_WARMUP = 300  # steps from the lower momentum to the higher: gradients change fast at first
 MOMENTA = (0.85, 0.95)
@@ -28,7 +33,7 @@ MOMENTA = (0.85, 0.95)
 class Muon(torch.optim.Optimizer):
     """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others."""
 
-    placement: MatrixPlacement = ReplicatedMatrices()  # set it before the first step
+    placement: MatrixPlacement = ReplicatedMatrices()  # until `share_work` chooses another
     # A tensor that is 1 if the gradients are not finite: then the weights stay.
     found_inf: Tensor | None = None
 
@@ -45,6 +50,25 @@ class Muon(torch.optim.Optimizer):
         return [
             weight for group in self.param_groups if group["muon"] for weight in group["params"]
         ]
+
+    def share_work(self, strategy: "Strategy", compiled: bool) -> None:
+        """Let the ranks of a strategy share the work, on replicas or shards; ours call this.
+
+        With exact sums, the matrices that a rank works on may not change their bits. Compiled code
+        may add the numbers of one matrix in another order than those of a stack, and so may a GPU.
+        """
+        from lockstep_gpt.distributed.exact_sums import AddsGradients
+        from lockstep_gpt.distributed.strategies import layout_of
+
+        layout = layout_of(strategy)
+        is_exact = isinstance(strategy, AddsGradients) and strategy.exact_threads is not None
+        compiled = compiled and not is_exact
+        one_by_one = is_exact and strategy.root_device.type == "cuda"
+        self.placement = ReplicatedMatrices(compiled, one_by_one)
+        if not layout.has_replicas:
+            self.placement = ShardedMatrices(compiled, layout.tensor_part)
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            self.placement = OwnedMatrices(self.matrices, compiled, one_by_one)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -162,24 +186,3 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=device)
             state.update({name: torch.zeros_like(parameter) for name in names})
         return state
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:
-    """Give matrices in `model.blocks` to Muon; the head and the rest are AdamW's two groups."""
-    matrices, head, rest = [], [], []
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
-        if name.startswith("blocks.") and weight.ndim == 2:
-            matrices.append(weight)
-        elif name == "output.weight":
-            head.append(weight)
-        else:
-            rest.append(weight)
-    # Always three, in this order, so a saved state fits any later run of the same model.
-    groups = [
-        {"params": matrices, "lr": lr, "muon": True, "weight_decay": config.weight_decay},
-        {"params": head, "lr": config.head_lr_fraction * lr, "muon": False, "weight_decay": 0.0},
-        {"params": rest, "lr": lr, "muon": False, "weight_decay": 0.0},
-    ]
-    return Muon(groups, betas=(config.beta1, config.beta2), eps=config.eps)

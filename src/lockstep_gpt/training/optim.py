@@ -1,96 +1,122 @@
-"""The optimizer: which parameters decay, and which kernel updates them."""
+"""Optimizers of named weights: a YAML file can name a function here, or any other."""
 
-from __future__ import annotations
+from collections.abc import Iterable
+from typing import Any
 
-import importlib
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
-import torch.distributed as dist
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
-from lockstep_gpt.errors import defined_in
-from lockstep_gpt.training.matrix_placement import MatrixPlacement, ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.optim_settings import OptimConfig
-from lockstep_gpt.training.owned_matrices import OwnedMatrices
-from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
-if TYPE_CHECKING:  # it imports Lightning, which takes seconds, and plans need none
-    from lightning.pytorch.strategies import Strategy
-
+NamedWeights = Iterable[tuple[str, nn.Parameter]]  # as `named_parameters` gives them
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimConfig, lr: float, fused: bool = True
-) -> torch.optim.Optimizer:
-    """Build AdamW (Loshchilov & Hutter 2019), or the optimizer of module `optim.algorithm`.
+def adamw(
+    weights: NamedWeights,
+    lr: float,
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+) -> AdamW:
+    """Return AdamW (Loshchilov & Hutter 2019), which decays no vectors.
 
-    AdamW has two groups, in this order: trainable tensors of two or more dimensions (matrices and
+    It has two groups, in this order: trainable weights of two or more dimensions (matrices and
     embeddings), which decay, and vectors (biases and norms), which don't. Each group keeps the
-    model's own order, so a saved state fits any later run of the same model.
+    order of `weights`, so a saved state fits any later run of the same model.
 
-    `model` is already on its device. `lr` is the peak, after scaling; `config.lr` is not read.
+    Args:
+        weights: on their device already.
+        lr: peak learning rate.
+        weight_decay: decoupled, so `lr` multiplies it.
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of squared gradients.
+        eps: added to the denominator.
     """
-    if config.algorithm != "adamw":
-        module = importlib.import_module(f"{__package__}.{config.algorithm}")
-        build = defined_in(module, "build_optimizer", "training/muon.py")
-        return cast(torch.optim.Optimizer, build(model, config, lr))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_kernels = all(parameter.device.type in FUSED_DEVICES for parameter in trained)
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    decays = {"params": matrices, "weight_decay": config.weight_decay}
-    return torch.optim.AdamW(
-        [decays, {"params": vectors, "weight_decay": 0.0}],
+    trained = [weight for _, weight in weights if weight.requires_grad]
+    matrices = [weight for weight in trained if weight.ndim >= 2]
+    vectors = [weight for weight in trained if weight.ndim < 2]
+    has_kernels = all(weight.device.type in FUSED_DEVICES for weight in trained)
+    optimizer = AdamW(
+        [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
         lr=lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        betas=(beta1, beta2),
+        eps=eps,
         # None: one kernel per operation for all tensors, if the device has such kernels.
-        fused=True if fused and has_kernels else None,
+        fused=True if has_kernels else None,
     )
+    optimizer.register_load_state_dict_pre_hook(keep_own_settings)
+    return optimizer
 
 
-def place_matrices(
-    optimizer: torch.optim.Optimizer, strategy: Strategy, compiled: bool = False
-) -> None:
-    """Let ranks share Muon's work, on replicas or shards; other optimizers stay as they are.
+def muon(
+    weights: NamedWeights,
+    lr: float,
+    weight_decay: float = 0.0,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    head_lr_fraction: float = 0.2,
+) -> Muon:
+    """Return Muon for the matrices of a model's `blocks`, and AdamW for the rest, in one optimizer.
 
-    With exact sums, the matrices that a rank works on may not change their bits. Compiled code may
-    add the numbers of one matrix in another order than those of a stack, and so may a GPU.
+    It tells them by name and shape. A matrix is a weight of two dimensions somewhere in `blocks`,
+    such as `blocks.0.mlp.expansion.weight`; the head is `output.weight`. A prefix, such as
+    `model.`, doesn't matter. There are always three groups, in this order: matrices, head, rest.
+    Each keeps the order of `weights`, so a saved state fits any later run of the same model.
+
+    Args:
+        weights: on their device already.
+        lr: peak learning rate.
+        weight_decay: decoupled, of the matrices.
+        beta1: AdamW's decay of the mean of gradients.
+        beta2: AdamW's decay of the mean of squared gradients.
+        eps: added to AdamW's denominator.
+        head_lr_fraction: the head's rate as a fraction of `lr`.
     """
-    if not isinstance(optimizer, Muon):
-        return
-    from lockstep_gpt.distributed.exact_sums import AddsGradients
-    from lockstep_gpt.distributed.strategies import layout_of
+    matrices, head, rest = [], [], []
+    for name, weight in weights:
+        if not weight.requires_grad:
+            continue
+        *outside, module, kind = ["", *name.split(".")]
+        if "blocks" in outside and weight.ndim == 2:
+            matrices.append(weight)
+        elif (module, kind) == ("output", "weight"):
+            head.append(weight)
+        else:
+            rest.append(weight)
+    groups = [
+        {"params": matrices, "lr": lr, "muon": True, "weight_decay": weight_decay},
+        {"params": head, "lr": head_lr_fraction * lr, "muon": False, "weight_decay": 0.0},
+        {"params": rest, "lr": lr, "muon": False, "weight_decay": 0.0},
+    ]
+    optimizer = Muon(groups, betas=(beta1, beta2), eps=eps)
+    optimizer.register_load_state_dict_pre_hook(keep_own_settings)
+    return optimizer
 
-    layout = layout_of(strategy)
-    is_exact = isinstance(strategy, AddsGradients) and strategy.exact_threads is not None
-    compiled = compiled and not is_exact
-    one_by_one = is_exact and strategy.root_device.type == "cuda"
-    placement: MatrixPlacement = ReplicatedMatrices(compiled, one_by_one)
-    if not layout.has_replicas:
-        placement = ShardedMatrices(compiled, layout.tensor_part)
-    elif dist.is_initialized() and dist.get_world_size() > 1:
-        placement = OwnedMatrices(optimizer.matrices, compiled, one_by_one)
-    optimizer.placement = placement
 
+def moment_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the moments that an optimizer keeps of its weights.
 
-def state_bytes(model: nn.Module, config: OptimConfig) -> int:
-    """Return the bytes of the weights, and of the moments that the optimizer keeps of them."""
-    optimizer = build_optimizer(model, config, lr=0.0)
-    size: int = sum(weight.nbytes for weight in model.state_dict().values())
+    AdamW has a mean of gradients and one of their squares; Muon has a single momentum.
+    """
+    size = 0
     for group in optimizer.param_groups:
         moments = 1 if group.get("muon") else 2
         size += sum(moments * weight.nbytes for weight in group["params"])
     return size
 
 
-def keep_own_settings(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a saved state with the settings of `optimizer`, which a run may change on resume."""
+def keep_own_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state with the settings of `optimizer`, which a run may change on resume.
+
+    An optimizer calls it with each state that it loads, once it is registered:
+    `optimizer.register_load_state_dict_pre_hook(keep_own_settings)`.
+    """
     groups = [
         {**ours, "params": saved["params"]}
         for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)

@@ -1,8 +1,13 @@
-"""Settings of the optimizer and of the learning rate."""
+"""Settings of the optimizer and of the learning rate, and the optimizer of such settings."""
 
+import importlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
+from lockstep_gpt.errors import defined_in
 from lockstep_gpt.schedule import DECAYS, SCALINGS
 from lockstep_gpt.settings import Checked, is_module, setting
 
@@ -39,3 +44,19 @@ class OptimConfig(Checked):
         super().__post_init__()
         if self.algorithm != "adamw" and not is_module("training", self.algorithm):
             self.refuse("algorithm", "is not adamw, muon, or another module of training/")
+
+
+def optimizer_of(config: OptimConfig) -> Callable[..., Any]:
+    """Return the optimizer's function, with the settings that it has arguments for.
+
+    It still needs named weights and the scaled rate. `adamw` and `muon` are in optim.py; the
+    function of another module of training/ has the module's name.
+    """
+    name = config.algorithm
+    file = "optim" if name in ("adamw", "muon") else name
+    module = importlib.import_module(f"{__package__}.{file}")
+    function = defined_in(module, name, "training/optim.py")
+    accepted = inspect.signature(function).parameters
+    settings = {key: value for key, value in vars(config).items() if key in accepted}
+    settings.pop("lr", None)  # the caller's is scaled
+    return partial(function, **settings)

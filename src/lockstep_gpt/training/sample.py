@@ -1,6 +1,7 @@
 """Shows what the model has learned: continues a prompt."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer, printable
 from lockstep_gpt.data.windows import read_windows
 from lockstep_gpt.distributed.strategies import layout_of
-from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.sampling import check_sampling
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 
@@ -27,6 +27,7 @@ class Sample(Callback):
     temperature: float  # divides the logits; 0 picks the likeliest token
     tokenizer: Tokenizer  # of the model
     seed: int  # of the random choices
+    new_model: Callable[[], Any]  # returns another model of the kind that is trained
     at_validation: bool = False  # also after each validation, not only at the end
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -50,9 +51,8 @@ class Sample(Callback):
         if tokenizer.end_of_text is None:
             return
         layout = layout_of(trainer.strategy)
-        own = pl_module.model
         # Every rank takes part.
-        model: Any = layout.whole_model(own, lambda: build_gpt(own.config, own.vocab_size))
+        model: Any = layout.whole_model(pl_module.model, self.new_model)
         if not trainer.is_global_zero:
             return
         device = next(model.parameters()).device

@@ -33,6 +33,7 @@ from lockstep_gpt.distributed.ranks import (
 from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
+from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
@@ -85,7 +86,8 @@ from lockstep_gpt.training.building import (
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.optim import state_bytes
+from lockstep_gpt.training.optim import moment_bytes
+from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 from lockstep_gpt.training.sample import prompt_from
 
@@ -228,14 +230,18 @@ def columns_of(tokens_per_sample: int) -> list[str]:
 def known_to_callbacks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return values for callbacks of the user that have such arguments."""
     known: dict[str, Any] = {"seed": config.seed, "monitored": config.checkpoint.monitor}
-    return known if tokenizer is None else {**known, "tokenizer": tokenizer}
+    if tokenizer is None:
+        return known
+    new_model = partial(build_gpt, config.model, tokenizer.vocab_size)
+    return {**known, "tokenizer": tokenizer, "new_model": new_model}
 
 
 def bytes_of_state(config: Config, model: nn.Module) -> int:
     """Return the bytes of a checkpoint; of the user's module, with two moments for each weight."""
     if config.trains_gpt:
-        return state_bytes(model, config.optim)
-    moments = sum(2 * weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        moments = moment_bytes(optimizer_of(config.optim)(model.named_parameters(), lr=0.0))
+    else:
+        moments = sum(2 * weight.nbytes for weight in model.parameters() if weight.requires_grad)
     return moments + size_of(model.state_dict())
 
 
@@ -272,7 +278,7 @@ def weights_to_begin_with(
         ending.refuse_finished(config, resume)
     is_new = resume is None and config.resume in ("none", "auto")
     if is_new and isinstance(module, GPTModule) and tokenizer is not None:
-        load_initial_weights(module.model, tokenizer)
+        load_initial_weights(config.model, module.model, tokenizer)
     return resume
 
 

@@ -21,7 +21,7 @@ from lockstep_gpt.run.directory import literal
 from lockstep_gpt.run.source_code import changes_since
 
 if TYPE_CHECKING:
-    from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.model.language_model import LanguageModel
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def parser_of(command: str, description: str) -> OneLineParser:
     return parser
 
 
-def load_named_model(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
+def load_named_model(source: Path) -> tuple[Path, LanguageModel, Config, Tokenizer]:
     """Return the checkpoint at `source`, or that run's newest, and what `load_model` returns."""
     return with_newest(source, lambda path: (path, *load_model(path)))
 
@@ -68,7 +68,7 @@ def with_newest(source: Path, read: Callable[[Path], Result]) -> Result:
                 raise
 
 
-def load_for_inference(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
+def load_for_inference(source: Path) -> tuple[Path, LanguageModel, Config, Tokenizer]:
     """Do as `load_named_model`, and move the model to a GPU if there is one."""
     checkpoint, model, config, tokenizer = load_named_model(source)
     import torch  # late, so that mistakes are reported at once
@@ -78,7 +78,7 @@ def load_for_inference(source: Path) -> tuple[Path, GPT, Config, Tokenizer]:
     return checkpoint, model, config, tokenizer
 
 
-def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
+def load_model(path: Path) -> tuple[LanguageModel, Config, Tokenizer]:
     """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer.
 
     Raises:
@@ -98,9 +98,11 @@ def config_of(path: Path, content: dict[str, Any]) -> Config:
     return from_container({name: frozen[name] for name in needed if name in frozen}, path)
 
 
-def model_of(path: Path, content: dict[str, Any], config: Config) -> tuple[GPT, Config, Tokenizer]:
+def model_of(
+    path: Path, content: dict[str, Any], config: Config
+) -> tuple[LanguageModel, Config, Tokenizer]:
     """Do as `load_model` with the `content` of the checkpoint at `path`."""
-    from lockstep_gpt.model.gpt import build_gpt
+    from lockstep_gpt.model.model_settings import build_gpt
 
     if not config.trains_gpt:
         target = config.module["_target_"]

@@ -27,8 +27,7 @@ from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.torch_patches import empty_buckets
-from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)
@@ -106,7 +105,7 @@ def test_states_are_those_that_the_optimizer_makes(composed, algorithm):
     config = composed().optim
     config.algorithm = algorithm
     model = built(WIDE, 256, "32-true")
-    optimizer = build_optimizer(model, config, lr=1e-3)
+    optimizer = optimizer_of(config)(model.named_parameters(), lr=1e-3)
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -265,7 +264,7 @@ def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = built(config.model, 50257, precision)
-    optimizer = build_optimizer(model, config.optim, lr=1e-3)
+    optimizer = optimizer_of(config.optim)(model.named_parameters(), lr=1e-3)
     for _ in range(2):  # the second has the moments, and the gradients of the first
         step(model, 8, config.model.block_size, precision)
         optimizer.step()

@@ -20,8 +20,7 @@ from lockstep_gpt.extras.datasets.attention import (
 from lockstep_gpt.extras.datasets.mask import Documents, mask, mask_documents
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.optim_settings import OptimConfig
 
@@ -264,7 +263,6 @@ def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
     with pytest.raises(UserError, match=r"documents\.mask=true needs documents, and this"):
         mask(build_gpt(config, 50), Endless())
     other = torch.nn.Linear(2, 2)
-    other.config = config
     with pytest.raises(UserError, match="needs attention with `attend`"):
         mask(other, ByteTokenizer())
 

@@ -8,8 +8,7 @@ from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.hub.folder import export
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 from lockstep_gpt.settings import is_module
 
@@ -85,7 +84,9 @@ def shaped():
 
     def make(vocab_size=256, seed=0, **model):
         torch.manual_seed(seed)
-        made = build_gpt(ModelConfig(**{**SHAPE, **model}), vocab_size).eval()
+        settings = ModelConfig(**{**SHAPE, **model})
+        made = build_gpt(settings, vocab_size).eval()
+        made.settings = settings  # for a test that saves it
         for name, weight in made.named_parameters():
             weight.data.add_(torch.randn_like(weight) * 0.1)
             if name in ("token_embedding.weight", "output.weight"):
@@ -100,7 +101,7 @@ def saved(tmp_path_factory):
     """Return a function that saves a model and tokenizer as a run does, and returns the path."""
 
     def save(model, tokenizer, **more):
-        shape = {name: getattr(model.config, name) for name in vars(model.config)}
+        shape = {**vars(model.settings)}
         content = {
             "config": {
                 "max_steps": 7,

@@ -39,7 +39,7 @@ def test_the_formula_of_an_export_is_that_of_transformers(pair):
     model, folder = pair
     tokens = torch.randint(256, (24,))
     config = json.loads((folder / "config.json").read_text())
-    formula = LAYOUTS[model.config.architecture].check.formula
+    formula = LAYOUTS[model.settings.architecture].check.formula
     found = formula(tokens, config, load_file(folder / "model.safetensors"))
     torch.testing.assert_close(found, logits_of(folder, tokens), rtol=1e-5, atol=1e-5)
 

@@ -41,7 +41,7 @@ def begun(shaped):
             **{**SMOKE, "block_size": 40, **model},
             init_from=str(folder),
         )
-        load_initial_weights(made, tokenizer or ByteTokenizer())
+        load_initial_weights(made.settings, made, tokenizer or ByteTokenizer())
         return made
 
     return build
@@ -92,9 +92,9 @@ def test_a_shorter_context_uses_the_first_positions(begun, tmp_path):
 
 def test_an_export_is_loaded_bit_for_bit(pair, shaped):
     model, folder = pair
-    settings = {**vars(model.config), "init_from": str(folder)}
+    settings = {**vars(model.settings), "init_from": str(folder)}
     again = shaped(seed=3, **settings)
-    load_initial_weights(again, ByteTokenizer())
+    load_initial_weights(again.settings, again, ByteTokenizer())
     tokens = torch.randint(256, (2, 32))
     assert torch.equal(again(tokens), model(tokens))
     before, after = model.state_dict(), again.state_dict()
@@ -249,10 +249,10 @@ def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
 def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers):
     folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
     model = shaped(vocab_size=bpe.vocab_size, init_from=str(folder))
-    load_initial_weights(model, bpe)
+    load_initial_weights(model.settings, model, bpe)
     model = shaped(vocab_size=256, init_from=str(folder_of(shaped(), ByteTokenizer())))
-    load_initial_weights(model, ByteTokenizer())
-    load_initial_weights(model, numbers(256))  # the meaning of numbers is unknown
+    load_initial_weights(model.settings, model, ByteTokenizer())
+    load_initial_weights(model.settings, model, numbers(256))  # the meaning of numbers is unknown
 
 
 def weights_of(command, run, step):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from clock import DEVICE, DRY, free_memory, milliseconds, show
 
-from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.modern import ModernGPT
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.optim import adamw, muon
 
 SMALL = {"124M": {"n_layer": 12, "n_head": 6, "n_embd": 768, "ngram_rows": 65536}}
 LARGE = {
@@ -36,18 +35,18 @@ def large() -> None:
 def measure(prefix: str, shapes: dict[str, dict[str, int]]) -> None:
     """Print the rows of some sizes."""
     for size, shape in shapes.items():
-        settings: dict[str, Any] = {**shape, "bias": False, "architecture": "modern"}
         with torch.device(DEVICE):
-            model = build_gpt(ModelConfig(block_size=1024, **settings), VOCABULARY)
+            model = ModernGPT(VOCABULARY, block_size=1024, **shape)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        for algorithm in ("adamw", "muon"):
-            optimizer: Any = build_optimizer(model, OptimConfig(algorithm=algorithm), 1e-4)
+        makers: list[Callable[..., Any]] = [adamw, muon]
+        for make in makers:
+            optimizer = make(model.named_parameters(), lr=1e-4, weight_decay=0.1)
             if isinstance(optimizer, Muon):
                 optimizer.placement = ReplicatedMatrices(compiled=True)
             optimizer.found_inf = torch.zeros((), device=DEVICE)
             took = milliseconds(optimizer.step, 8, 3)
-            show(f"{prefix}{size} {algorithm}", f"{took:.2f} ms")
+            show(f"{prefix}{size} {make.__name__}", f"{took:.2f} ms")
             del optimizer
         del model
         free_memory()

@@ -10,8 +10,9 @@ from clock import DEVICE, DRY
 from torch import Tensor
 from zipf import zipf
 
-from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.model.model_settings import VOCAB_MULTIPLE, ModelConfig
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.model.shape import VOCAB_MULTIPLE
 
 # Samples, tokens of a sample, width, layers, vocabulary.
 B, T, C, L, V = (2, 16, 32, 2, 501) if DRY else (32, 1024, 768, 12, 50257)
@@ -20,7 +21,7 @@ PADDED_V = -(-V // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 ACCUMULATION = 8  # micro-batches of a step
 
 
-def new_model(width: int = C, residual_dtype: str = "bfloat16") -> GPT:
+def new_model(width: int = C, residual_dtype: str = "bfloat16") -> LanguageModel:
     """Return the model, with the same weights in each call."""
     torch.manual_seed(0)
     shape = {"block_size": T, "n_layer": L, "n_head": HEADS, "n_embd": width}

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 from lockstep_gpt.extras.cluster.speed import GB, best_seconds
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 SIZES = {  # message sizes in bytes
     "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),
@@ -70,7 +69,7 @@ def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
 def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
     """Compare the gradients that DDP averages with those of one batch of all ranks' samples."""
     torch.manual_seed(0)
-    model = GPT(TRIAL, TRIAL_VOCABULARY).double().to(device)
+    model = build_gpt(TRIAL, TRIAL_VOCABULARY).double().to(device)
     size = (TRIAL_SAMPLES * ranks.world_size, TRIAL.block_size)
     tokens = torch.randint(TRIAL_VOCABULARY, size, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(device)

@@ -18,7 +18,7 @@ from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Ownership, Sharing
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 
@@ -37,7 +37,7 @@ class Room:
 
     config: Config
     hardware: Hardware
-    model: GPT
+    model: LanguageModel
     sharing: Sharing | None
     alone: Footprint
     together: Footprint  # on several ranks, before sharding

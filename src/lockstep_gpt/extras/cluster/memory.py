@@ -21,9 +21,9 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, shaped, trace_peak
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.training.optim import moment_bytes
+from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples
 FEWEST, MOST = 2, 512  # samples of the shapes that are traced
@@ -64,12 +64,8 @@ class States:
         """Count the bytes of `model`'s parameters, gradients, and moments, each in its own type."""
         size = sum(weight.nbytes for weight in model.parameters())
         trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        moments = 0
-        for group in build_optimizer(model, config, lr=config.lr).param_groups:
-            # AdamW keeps running means of gradients and of their squares; Muon keeps one momentum.
-            copies = 1 if group.get("muon") else 2
-            moments += copies * sum(weight.nbytes for weight in group["params"])
-        return cls(size, trained, moments)
+        optimizer = optimizer_of(config)(model.named_parameters(), lr=config.lr)
+        return cls(size, trained, moment_bytes(optimizer))
 
     def shared(self, world_size: int) -> States:
         """Return the shard of one of `world_size` ranks."""
@@ -154,13 +150,13 @@ class Footprint:
         return max(0, min(self.chunks.most_whole, with_whole_logits))
 
 
-def whole_model(config: Config, vocab_size: int) -> GPT:
+def whole_model(config: Config, vocab_size: int) -> LanguageModel:
     """Build the configured model on the meta device: with shapes but without content."""
     with torch.device("meta"):
         return shaped(config.model, vocab_size, config.precision)
 
 
-def split_part(config: Config, vocab_size: int) -> GPT:
+def split_part(config: Config, vocab_size: int) -> LanguageModel:
     """Build what one tensor rank has of the configured model, also without content."""
     with torch.device("meta"):
         return shaped(config.model, vocab_size, config.precision, config.tensor_parallel)
@@ -186,7 +182,7 @@ def _linear_from(peak: Callable[[int], int], least: int) -> int:
 
 def footprint(
     config: Config,
-    model: GPT,
+    model: LanguageModel,
     accelerator: str,
     half_blocks: bool = False,
     memory: float = 0,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep_gpt.config import Config
 from lockstep_gpt.launch.checks import FSDP2
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.orthogonalization import flops_of
 from lockstep_gpt.training.owned_matrices import SHORT, owners_of
 
@@ -103,7 +103,7 @@ class Ownership:
 
 def muon_matrices(config: Config, model: nn.Module) -> list[Tensor]:
     """Return the matrices that Muon orthogonalizes; none under another optimizer."""
-    optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
+    optimizer = optimizer_of(config.optim)(model.named_parameters(), lr=config.optim.lr)
     return list(optimizer.matrices) if isinstance(optimizer, Muon) else []
 
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorRanks
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -118,7 +118,9 @@ class SilentRanks(TensorRanks):
         return [tensor.clone() for _ in range(self.size)]
 
 
-def shaped(shape: ModelConfig, vocab_size: int, precision: str, tensor_parallel: int = 1) -> GPT:
+def shaped(
+    shape: ModelConfig, vocab_size: int, precision: str, tensor_parallel: int = 1
+) -> LanguageModel:
     """Build a GPT, or one tensor rank's part of it, without initializing its weights."""
     with _Uninitialized():  # type: ignore[no-untyped-call]
         model = built(shape, vocab_size, precision)
@@ -128,7 +130,7 @@ def shaped(shape: ModelConfig, vocab_size: int, precision: str, tensor_parallel:
         return model
 
 
-def built(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
+def built(shape: ModelConfig, vocab_size: int, precision: str) -> LanguageModel:
     """Build a GPT with weights of the type that training in `precision` uses."""
     usual = torch.get_default_dtype()
     if precision == "64-true":
@@ -188,7 +190,7 @@ def _drop_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def step(model: GPT, micro_size: int, block_size: int, precision: str) -> None:
+def step(model: LanguageModel, micro_size: int, block_size: int, precision: str) -> None:
     """Run forward and backward once on `micro_size` samples of `block_size` tokens."""
     device = next(model.parameters()).device
     tokens = torch.zeros(micro_size, block_size, dtype=torch.int64, device=device)

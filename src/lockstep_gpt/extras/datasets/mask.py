@@ -49,7 +49,7 @@ class Documents:
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         starts = places.where(begins, 0).cummax(dim=1).values
         self.bounds = DocumentBounds(begins, starts)
-        dropout = self.model.config.dropout if self.model.training else 0.0
+        dropout = self.model.dropout.p if self.model.training else 0.0
         if uses_blocks(tokens.is_cuda, dropout, tokens.shape[1]):
             self.bounds.blocks = block_mask(starts)
         elif not looks_first:
@@ -107,7 +107,7 @@ def mask(model: Any, tokenizer: Tokenizer, one_graph: bool = False) -> None:
     if not attentions or not hasattr(model, "positions"):
         raise UserError(
             f"documents.mask=true needs attention with `attend` and a model with `positions`;"
-            f" model.architecture={model.config.architecture} lacks them, so set it to false"
+            f" {type(model).__name__} of {type(model).__module__} lacks them, so set it to false"
         )
     assert tokenizer.end_of_text is not None
     documents = Documents(model, tokenizer.end_of_text, one_graph)

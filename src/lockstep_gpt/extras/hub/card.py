@@ -10,7 +10,7 @@ import yaml
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.damaged_files import read_informative_object
 from lockstep_gpt.data.data_settings import data_class
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.run.loggers.tracking import git_state
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
@@ -18,7 +18,9 @@ MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an expo
 SINGLE = ("seed", "max_steps", "precision")
 
 
-def model_card(content: dict[str, Any], model: GPT, source: Path, code: str | None) -> str:
+def model_card(
+    content: dict[str, Any], model: LanguageModel, source: Path, code: str | None
+) -> str:
     """Return README.md of an exported checkpoint.
 
     Args:
@@ -69,8 +71,7 @@ def _name(source: Path) -> str:
     return folder.name
 
 
-def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str, str]]:
-    config = model.config
+def _facts(content: dict[str, Any], model: LanguageModel, source: Path) -> list[tuple[str, str]]:
     loss = _validation_loss(content)
     step = content.get("global_step")
     tokens = content.get("tokens")
@@ -78,7 +79,7 @@ def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str,
     seen = f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"
     measured = f"{loss:.4f} nats per token" if loss is not None else "not measured"
     return [
-        ("model", f"{size}, context of {config.block_size}"),
+        ("model", f"{size}, context of {model.block_size}"),
         ("data", _data(content["config"]["data"])),
         ("tokens seen", seen),
         ("validation loss", measured),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.language_model import LanguageModel
 
 LONGEST = 256  # tokens that are compared; more would take minutes with a large model
 TOLERANCE = 1e-3  # relative to the largest logit; rounding in float32 gives about 1e-5
@@ -46,7 +46,7 @@ class Check:
 
     @torch.inference_mode()
     def refuse_other_logits(
-        self, model: GPT, config: dict[str, Any], weights: dict[str, Tensor], why: str
+        self, model: LanguageModel, config: dict[str, Any], weights: dict[str, Tensor], why: str
     ) -> None:
         """Compare the logits of `model` for random tokens with those of its export.
 
@@ -59,7 +59,7 @@ class Check:
         Raises:
             UserError: they differ, so the model's code was edited, but not its export.
         """
-        length = min(LONGEST, model.config.block_size)
+        length = min(LONGEST, model.block_size)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(model.vocab_size, (length,), generator=generator)
         ours = model(tokens[None])[0].float()

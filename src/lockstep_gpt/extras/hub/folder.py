@@ -65,7 +65,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     _refuse_occupied(target, force)
     model, _, tokenizer = load_model(source)
     why = f"{source} cannot be exported"
-    layout = layout_of(model.config, why)
+    layout = layout_of(model, why)
     weights = export_weights(model, layout)
     settings = layout.settings(model)
     if layout.check:
@@ -74,7 +74,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     files = {
         "config.json": {**settings, **_special(tokenizer)},
         "generation_config.json": _special(tokenizer) | _generation(layout.code),
-        **as_files(tokenizer, model.config.block_size),
+        **as_files(tokenizer, model.block_size),
     }
     with _complete_folder(target) as folder:
         for name, content in files.items():

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.training.initial_weights import POSITIONS
 
 Weights = dict[str, Tensor]
@@ -39,36 +38,42 @@ class Layout:
     """
 
     model_type: str
-    about: Callable[[GPT], dict[str, Any]]
+    about: Callable[[LanguageModel], dict[str, Any]]
     names: dict[str, str]
     place: Callable[[str], tuple[str, bool]]
     computes: tuple[str, ...]
     code: str | None = None
     check: Check | None = None
 
-    def settings(self, model: GPT) -> dict[str, Any]:
+    def settings(self, model: LanguageModel) -> dict[str, Any]:
         """Return the content of config.json for `model`."""
-        shape = {theirs: getattr(model.config, ours) for theirs, ours in self.names.items()}
+        shape = {theirs: getattr(model, ours) for theirs, ours in self.names.items()}
         known = {"model_type": self.model_type, "vocab_size": model.vocab_size, "dtype": "float32"}
         return {**known, **shape, **self.about(model)}
 
 
-def layout_of(config: ModelConfig, why: str) -> Layout:
+def layout_of(model: LanguageModel, why: str) -> Layout:
     """Return the layout of one of our models.
 
     Raises:
         UserError: there is none; the message starts with `why`.
     """
-    if config.architecture not in LAYOUTS:
+    architecture = architecture_of(model)
+    if architecture not in LAYOUTS:
         raise UserError(
-            f"{why}: model.architecture={config.architecture} is not one of "
+            f"{why}: model.architecture={architecture} is not one of "
             f"{', '.join(LAYOUTS)}, which transformers can load; describe it in "
             "extras/hub/layouts.py"
         )
-    return LAYOUTS[config.architecture]
+    return LAYOUTS[architecture]
 
 
-def export_weights(model: GPT, layout: Layout) -> Weights:
+def architecture_of(model: LanguageModel) -> str:
+    """Return the name of the file that has the model's class."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def export_weights(model: LanguageModel, layout: Layout) -> Weights:
     """Return the weights of `model` with the names and shapes of transformers."""
     weights = {}
     for ours, padded in model.state_dict().items():
@@ -78,7 +83,7 @@ def export_weights(model: GPT, layout: Layout) -> Weights:
             weight = weight.T
         # Cloned: safetensors rejects tensors that share memory.
         weights[theirs] = weight.clone(memory_format=torch.contiguous_format)
-    if layout is LAYOUTS["gpt"] and not model.config.bias:
+    if layout is LAYOUTS["gpt"] and not getattr(model, "bias", False):
         weights |= _without_effect(weights)
     return weights
 
@@ -92,7 +97,9 @@ def _without_effect(weights: Weights) -> Weights:
     }
 
 
-def import_weights(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str) -> Weights:
+def import_weights(
+    saved: Mapping[str, Tensor], model: LanguageModel, layout: Layout, source: str
+) -> Weights:
     """Return weights from transformers with our names and the shapes of `model`.
 
     Positions beyond the context are dropped; rows that pad the vocabulary are zero.
@@ -186,8 +193,8 @@ def _gpt2_place(ours: str) -> tuple[str, bool]:
     return f"transformer.h.{block}.{GPT2_BLOCK[module]}.{kind}", turned
 
 
-def _about_gpt2(model: GPT) -> dict[str, Any]:
-    share = model.config.dropout
+def _about_gpt2(model: LanguageModel) -> dict[str, Any]:
+    share = model.dropout.p
     return {
         "architectures": ["GPT2LMHeadModel"],
         **GPT2_COMPUTES,
@@ -195,7 +202,7 @@ def _about_gpt2(model: GPT) -> dict[str, Any]:
     }
 
 
-def _about_modern(model: GPT) -> dict[str, Any]:
+def _about_modern(model: LanguageModel) -> dict[str, Any]:
     module = importlib.import_module(type(model).__module__)
     file = "modeling_modern"
     name = "ModernGPTForCausalLM"

@@ -13,8 +13,8 @@ from torch import Tensor
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.layouts import Layout, import_weights, layout_of
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.extras.hub.layouts import Layout, architecture_of, import_weights, layout_of
+from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
 from lockstep_gpt.training.initial_weights import POSITIONS, PROBE
@@ -26,7 +26,7 @@ SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
 
 
 def weights_of_folder(
-    folder: Path, model: GPT, tokenizer: Tokenizer, source: str
+    folder: Path, model: LanguageModel, tokenizer: Tokenizer, source: str
 ) -> tuple[dict[str, Tensor], int]:
     """Return the weights of a folder with the names and shapes of `model`, and their context.
 
@@ -36,7 +36,7 @@ def weights_of_folder(
     Raises:
         UserError: the architecture, shape, or vocabulary differs; the message starts with `source`.
     """
-    layout = layout_of(model.config, source)
+    layout = layout_of(model, source)
     saved = _settings(folder, source)
     _check_settings(saved, model, layout, source)
     _check_tokenizer(folder, saved, tokenizer, source)
@@ -62,21 +62,22 @@ def _settings(folder: Path, source: str) -> dict[str, Any]:
         ) from None
 
 
-def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: str) -> None:
+def _check_settings(
+    saved: dict[str, Any], model: LanguageModel, layout: Layout, source: str
+) -> None:
     """Reject a model that the weights don't fit; each error names the remedy."""
     if saved.get("model_type") != layout.model_type:
         raise UserError(
             f"{source} is for {saved.get('model_type')}, but model.architecture="
-            f"{model.config.architecture} needs {layout.model_type}; give a "
+            f"{architecture_of(model)} needs {layout.model_type}; give a "
             f"{layout.model_type} folder"
         )
     learned = POSITIONS in model.state_dict()
     for theirs, ours in layout.names.items():
         theirs_is = saved.get(theirs)
-        ours_is = getattr(model.config, ours)
+        ours_is = getattr(model, ours)
         if ours == "n_kv_head":
             theirs_is = theirs_is or saved["n_head"]
-            ours_is = ours_is or model.config.n_head
         if theirs_is is None and "ngram" in ours:  # an earlier export, without it
             theirs_is = 0 if ours == "ngram_rows" else ours_is
         longer = ours == "block_size" and isinstance(theirs_is, int) and theirs_is > ours_is

@@ -10,6 +10,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
+from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.lightning_patches import state_of
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
@@ -23,7 +24,6 @@ from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_fol
 from lockstep_gpt.run.memory.room import refuse_little_room
 from lockstep_gpt.run.memory.turns import MemoryTurns
 from lockstep_gpt.run.memory.writer import MemoryWriter
-from lockstep_gpt.run.restored_states import copy_restored_state
 from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
