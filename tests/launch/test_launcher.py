@@ -222,7 +222,7 @@ def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, s
     monkeypatch.setattr(start, "_run_rank", lambda *_: status)
     ended = []
     monkeypatch.setattr(start, "end_process", ended.append)
-    assert start.start(NewRun(run, {}, "a:b", dict)) == status
+    assert start.start(NewRun(run, {}, "a:b", dict), print) == status
     assert ended == [status] * (status in (1, 75))  # a mistake, status 2, leaves the run unchanged
 
 

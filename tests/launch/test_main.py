@@ -245,8 +245,8 @@ def test_a_sweep_runs_each_job_and_compares_what_they_return(program):
         (["run_dir=train.py"], "run_dir=train.py is a file"),
         (["opt.lr=[1"], "opt.lr=[1: "),
         (
-            ["+stop._target_=lightning.Trainr"],
-            "stop._target_=lightning.Trainr: lightning has no Tr",
+            ["+stop._target_=lightning.pytorch.callbacks.Timr"],
+            "lightning.pytorch.callbacks has no Timr; did you mean Timer?",
         ),
         (["+new={_target_: torch.optim.Adam, lrr: 1}"], "new.lrr=1: Adam has no argument lrr; did"),
     ],

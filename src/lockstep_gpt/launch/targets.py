@@ -37,7 +37,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 # Node -> arguments that our code adds: see training/building.py and training/batches.py.
 GIVEN = {
-    "callbacks.*": ("seed", "monitored", "tokenizer"),
+    "callbacks.*": ("seed", "monitored", "tokenizer", "new_model"),
     "logger.*": ("directory", "config", "model", "save_dir", "run_name", "guard", "run_id"),
     "strategy": ("accelerator", "world_size", "exact_threads"),
     "data": (

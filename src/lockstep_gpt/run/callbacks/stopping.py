@@ -112,9 +112,8 @@ class GracefulStop(StepCallback):
             self.turns = next(filter(None, turns), MemoryTurns())
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Stop on all ranks if one of them got a signal before."""
+        """Prepare the votes, which also count a signal that has come before."""
         super().on_train_start(trainer, pl_module)
-        stop_before_first_step()
         self.vote = StopVote(self.timeout)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
