@@ -65,7 +65,7 @@ SYSTEM = ROOT / "hooks" / "commands.txt"  # of the system and its shells
 MODULES = re.compile(
     "absl|antlr4|attr|coreweave_evaluations|databricks|dateutil|dotenv|fabric|functorch|"
     "git|google|grpc|hydra|hydra_plugins|ipykernel_launcher|isympy|jupyter|libfuturize|"
-    "libpasteurize|lightning_fabric|markdown_it|mlflow|mpl_toolkits|multipart|mypyc|"
+    "libpasteurize|lightning_fabric|lockstep|markdown_it|mlflow|mpl_toolkits|multipart|mypyc|"
     "opentelemetry|past|pil|pip|pkg_resources|py|pydevd_plugins|pylab|slugify|torchgen|"
     "uv|websocket|wheel|xdist|yaml|zmq"
 )

@@ -29,6 +29,7 @@ REFUSED = [
     ("package_name", "torch", "dependency"),
     ("package_name", "yaml", "dependency"),
     ("package_name", "hydra_plugins", "dependency"),
+    ("package_name", "lockstep", "dependency"),
     ("package_name", "test", "Python's own library"),
     ("package_name", "compression", "Python's own library"),
     ("package_name", "pip", "dependency"),
