@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
@@ -150,6 +151,25 @@ def test_a_resume_keeps_the_settings_of_this_command(make):
     resumed.load_state_dict(saved)
     assert {group["lr"] for group in resumed.param_groups} <= {2e-3, 0.2 * 2e-3}
     assert all(group.get("betas", (0.9, 0.8)) == (0.9, 0.8) for group in resumed.param_groups)
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_a_resumed_rate_is_the_one_that_a_scheduler_of_torch_had_reached(make):
+    def begun():
+        optimizer = make(gpt().named_parameters(), lr=1e-3)
+        return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    optimizer, scheduler = begun()
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    saved = optimizer.state_dict(), scheduler.state_dict()
+    resumed, its_scheduler = begun()
+    for part, state in zip((resumed, its_scheduler), saved, strict=True):
+        part.load_state_dict(state)
+    rates = [[group["lr"] for group in each.param_groups] for each in (optimizer, resumed)]
+    assert rates[0] == rates[1]
+    assert rates[0][0] == 1e-3 / 4
 
 
 @pytest.mark.parametrize(("algorithm", "kind"), [("adamw", "AdamW"), ("muon", "Muon")])

@@ -115,10 +115,13 @@ def keep_own_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     """Return a saved state with the settings of `optimizer`, which a run may change on resume.
 
     An optimizer calls it with each state that it loads, once it is registered:
-    `optimizer.register_load_state_dict_pre_hook(keep_own_settings)`.
+    `optimizer.register_load_state_dict_pre_hook(keep_own_settings)`. A rate that a scheduler
+    changes is the saved one: schedulers of torch don't set it again when they are restored.
     """
-    groups = [
-        {**ours, "params": saved["params"]}
-        for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    ]
+    groups = []
+    for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        group = {**ours, "params": saved["params"]}
+        if "initial_lr" in ours:  # a scheduler has put it there
+            group["lr"] = saved["lr"]
+        groups.append(group)
     return {**state_dict, "param_groups": groups}
