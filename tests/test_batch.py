@@ -171,7 +171,8 @@ def test_a_plain_trainer_validates_after_the_same_steps_on_any_number_of_devices
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    code = "import sys, lockstep_gpt.batch, lockstep_gpt.schedule; exit('torch' in sys.modules)"
+    modules = "lockstep_gpt.batch, lockstep_gpt.schedule"
+    code = f"import sys, {modules}; exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -54,7 +54,8 @@ def name_program(main: Any) -> None:
     """
     spec = getattr(main, "__spec__", None)
     if spec is not None:
-        command = f"python -m {spec.name.removesuffix('.__main__')}"
+        is_package = Path(spec.origin or "").name == "__main__.py"
+        command = f"python -m {spec.parent if is_package else spec.name}"
     elif sys.argv[0].endswith(".py"):
         command = f"python {shlex.quote(sys.argv[0])}"
     else:

@@ -131,8 +131,8 @@ def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
 
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree, template):
-    # `assert_lockstep` is a function of projects, too, as is the file of its tests.
-    name_of_ours = r"(?<!assert_)(?<!test_)lockstep"
+    # `lockstep` is the name of the engine, in projects, too.
+    name_of_ours = r"lockstep[-_ ]?gpt"
     ours = rf"{name_of_ours}|cookiecutter\.|template-only|extra \w+(: (begin|end)| -->)|\{{%"
     for name, (_, content) in tree(baked(extras=chosen)).items():
         text = text_of(content).replace(str(template), "")  # the project's origin

@@ -13,7 +13,12 @@ from torch import Tensor
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.layouts import Layout, architecture_of, import_weights, layout_of
+from lockstep_gpt.extras.hub.layouts import (
+    Layout,
+    architecture_of,
+    import_weights,
+    layout_of,
+)
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
