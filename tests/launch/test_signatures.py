@@ -55,7 +55,7 @@ MUST_BE_READ = [
     "lockstep_gpt.training.module.GPTModule",
     "lockstep_gpt.training.muon.Muon",
     "lockstep_gpt.training.sample.Sample",
-    "lockstep_gpt.training.schedule.Schedule",
+    "lockstep_gpt.schedule.Schedule",
     "torch.nn.Conv2d",
     "torch.nn.Linear",
     "torch.nn.Sequential",

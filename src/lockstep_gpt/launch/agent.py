@@ -77,7 +77,7 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
                 machines.end_when_cut_off(agent, launch, run, node_rank)
             return agent.run_to_end(node_rank)
         except UserError as error:
-            print(f"{PROGRAM} train: {error}", file=sys.stderr)
+            print(f"{processes.program_name()}: {error}", file=sys.stderr)
             return Exit.MISTAKE
         except SignalException as stop:
             return after_signal(stop.sigval)
@@ -87,7 +87,7 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
             if has_peers:
                 is_lost = isinstance(error, RendezvousConnectionError)
                 line = machines.explain_missed_rendezvous(launch, cause, is_lost)
-            last_line.show(run, f"{PROGRAM} train: {line}", node_rank)
+            last_line.show(run, f"{processes.program_name()}: {line}", node_rank)
             return Exit.REPORTED
         except Exception as error:  # the system's limits, for example
             run_exit_handlers()  # those of libraries may print

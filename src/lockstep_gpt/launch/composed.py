@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -25,7 +26,8 @@ from yaml import YAMLError
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.run.directory import flat
+from lockstep_gpt.run.directory import OUTPUT_DIR, RunDirectory, flat
+from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:
     from lockstep_gpt.launch.main import Program
@@ -38,10 +40,12 @@ else:
 
 # Settings of `lockstep.main`, which need no place in the YAML files.
 OURS = re.compile(r"(run_dir|run_name|resume|resume_force|verbosity|launch\.\w+)=")
+HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
-# A reference to another setting, such as `${batch.global_size}`; those with `:` call a function.
-REFERENCE = re.compile(r"\$\{[^${}:]+\}")
+# A reference to another setting, such as `${batch.global_size}`, or to where the run is, which may
+# be moved. Others with `:` call a function.
+REFERENCE = re.compile(r"\$\{[^${}:]+\}|" + re.escape(OUTPUT_DIR))
 
 
 class SweepStopped(BaseException):
@@ -51,6 +55,26 @@ class SweepStopped(BaseException):
 def added(word: str) -> str:
     """Let Hydra accept a setting of `lockstep.main` that is in no YAML file."""
     return f"++{word}" if OURS.match(word) else word
+
+
+def for_hydra(words: list[str]) -> list[str]:
+    """Return a command line as Hydra takes it: with our settings, and `run_dir` as its own folder.
+
+    So a run has one directory, whichever of the two names the program uses.
+    """
+    named = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
+    hydras = [f"hydra.{kind}.dir=" for kind in ("run", "sweep")]
+    placed = [word for word in words if word.startswith(tuple(hydras))]
+    added_words = [added(word) for word in words]
+    if not named or placed or named[-1] in ("", "null"):
+        return added_words
+    path = Path(named[-1].strip("'\""))
+    if path.is_file():
+        raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
+    added_words += [f"{setting}{named[-1]}" for setting in hydras]
+    if (path / "config.yaml").is_file():  # a run: what Hydra has written there stays
+        added_words.append("hydra.output_subdir=null")
+    return added_words
 
 
 def call(program: Program, words: list[str], job: Callable[[DictConfig], Any]) -> None:
@@ -82,6 +106,11 @@ def call(program: Program, words: list[str], job: Callable[[DictConfig], Any]) -
             if has_started or isinstance(error, UserError):
                 raise  # the job's own error, not the composition's
             raise UserError(one_line(program, error, words)) from None
+        except OSError as error:
+            if has_started:
+                raise
+            reason = f"{error.strerror}: {error.filename}"
+            raise UserError(f"{reason}; set another run_dir, or fix that") from None
 
 
 @contextlib.contextmanager
@@ -176,6 +205,38 @@ def runs_elsewhere() -> bool:
     """Return whether a launcher plugin runs this job in another process, perhaps elsewhere."""
     choices = HydraConfig.get().runtime.choices
     return is_sweep() and choices.get("hydra/launcher") != "basic"
+
+
+def hydras_files() -> set[str]:
+    """Return the names that Hydra gives to what it writes where a job runs."""
+    job = HydraConfig.get()
+    logging: Any = OmegaConf.to_container(job.job_logging, resolve=True) or {}
+    handlers = (logging.get("handlers") or {}).values()
+    logs = {Path(handler["filename"]).name for handler in handlers if "filename" in handler}
+    return {*logs, HYDRA_FILE.parts[0], *filter(None, [job.output_subdir])}
+
+
+def keep_hydra(run: RunDirectory, values: dict[str, Any]) -> dict[str, Any]:
+    """Keep Hydra's own configuration for the ranks, if Hydra hasn't; return `values`."""
+    file = run.path / HYDRA_FILE
+    if not file.exists():
+        text = OmegaConf.to_yaml(OmegaConf.create({"hydra": HydraConfig.get()}))
+        with run.writing(UserError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, text)
+    return values
+
+
+def remove_traces(run: RunDirectory) -> None:
+    """Remove what Hydra has made for a job that didn't start, if there is nothing else."""
+    if not run.path.is_dir():
+        return
+    files = [file for file in run.path.rglob("*") if file.is_file()]
+    ours = [run.path / name for name in run.others]
+    if all(any(file.is_relative_to(path) for path in ours) for file in files):
+        logs = [file for file in files if file in ours]
+        if not any(log.stat().st_size for log in logs):
+            shutil.rmtree(run.path, ignore_errors=True)
 
 
 def overrides() -> list[str]:

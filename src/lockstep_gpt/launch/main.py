@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.stop_signals import Interrupted
-
-MULTIRUN = ("-m", "--multirun")
 
 
 def main(
@@ -99,7 +98,7 @@ class Program:
         try:
             return self._run([*words])
         except (UserError, RunError) as error:
-            processes.print_error(f"{Path(sys.argv[0]).name}: {error}")
+            processes.print_error(f"{processes.program_name()}: {error}")
             return int(error.status)
         except ReportedError as error:
             return error.status
@@ -115,11 +114,8 @@ class Program:
             stop_signals.end_at_once()  # until there is something to save
         else:
             stop_signals.install(has_keyboard=True).interrupt()
-        is_sweep = any(word in MULTIRUN for word in words)
-        if is_sweep and launcher.is_inside_launcher():
-            raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         jobs = Jobs(self, words)
-        composed.call(self, [composed.added(word) for word in words], jobs.run)
+        composed.call(self, composed.for_hydra(words), jobs.run)
         if len(jobs.results) > 1:
             print(jobs.table())
         return jobs.status
@@ -151,6 +147,8 @@ class Jobs:
             ReportedError: it has failed in another process, where a launcher plugin ran it.
         """
         is_sweep = composed.is_sweep()
+        if is_sweep and launcher.is_inside_launcher():
+            raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         words = " ".join(word for word in composed.overrides() if word not in self.words)
         if is_sweep:
             stop_signals.received.interrupt()
@@ -160,7 +158,7 @@ class Jobs:
             with refusing_long_names():
                 status, value = run_job(self.program, config)
         except (UserError, RunError) as error:
-            processes.print_error(f"{Path(sys.argv[0]).name}: {error}")
+            processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
         if status and composed.runs_elsewhere():  # only an exception comes back from there
             raise ReportedError(status)
@@ -183,19 +181,28 @@ def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
     values = composed.values_to_freeze(config)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
+    try:
+        return _run_in(run, program, values)
+    except UserError:
+        composed.remove_traces(run)
+        raise
+
+
+def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
     logging.getLogger().setLevel(LEVELS.get(values.get("verbosity", "normal"), logging.INFO))
     if values.get("resume") == "auto" and run.config.is_file():
         return continued.resume(program, run, values)
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
+    is_named = values.get("run_dir") is not None
     values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
     if program.reference is None and not settings.inline:
         raise UserError(
             "this program is not a file, which each rank could run; write it to one, or set "
             "launch.inline=true to run it here"
         )
-    is_named = config.get("run_dir") is not None
-    new = NewRun(run, values, program.reference or "", dict, is_named=is_named)
+    keep_hydra = partial(composed.keep_hydra, run)
+    new = NewRun(run, values, program.reference or "", keep_hydra, is_named=is_named)
     status = start.start(new, program.rank)
     return status, run.read_summary().get("value", math.nan)
 
@@ -206,11 +213,12 @@ def directory_of(values: dict[str, Any]) -> RunDirectory:
     job = HydraConfig.get()
     if named is None:
         run = RunDirectory(Path(job.runtime.output_dir))
-        run.others = {f"{job.job.name}.log", job.output_subdir or ""}  # which Hydra has made
-        return run
-    if composed.is_sweep():
-        return RunDirectory(Path(named) / str(job.job.num))
-    return RunDirectory(Path(named))
+    elif composed.is_sweep():
+        run = RunDirectory(Path(named) / str(job.sweep.subdir))
+    else:
+        run = RunDirectory(Path(named))
+    run.others = composed.hydras_files()
+    return run
 
 
 def reference_of(function: Callable[..., Any]) -> str | None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import configure_log
+from hydra.core.utils import configure_log, setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import stop_signals
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks, lost_peers
 from lockstep_gpt.exits import Exit, after_signal
+from lockstep_gpt.launch.composed import HYDRA_FILE
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
@@ -34,9 +35,9 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
     ranks = Ranks.from_environment()
     values = directory.resolved()
     with routed_output(directory, ranks, values.get("verbosity", "normal")) as terminal:
-        _restore_hydra(directory, ranks)
         run = None
         try:
+            _restore_hydra(directory, ranks)
             run = _run_of(directory, values, ranks)
             run.join(**_connection(values), store=store)
             config = frozen_config(directory)
@@ -102,13 +103,13 @@ def _strategy_of(values: dict[str, Any]) -> dict[str, Any]:
 
 def _restore_hydra(directory: RunDirectory, ranks: Ranks) -> None:
     """Restore what Hydra's own `main` sets up: its configuration, and a job's logging."""
-    file = directory.path / ".hydra/hydra.yaml"
-    if not file.is_file():
-        return
+    setup_globals()
     node = OmegaConf.structured(HydraConf)
     OmegaConf.set_struct(node, False)
     config = OmegaConf.create({"hydra": node})
-    config.merge_with(OmegaConf.load(file))
+    config.merge_with(OmegaConf.load(directory.path / HYDRA_FILE))
+    config.merge_with(directory.values())  # to which Hydra's own settings may refer
+    config.hydra.runtime.output_dir = str(directory.path.absolute())
     HydraConfig.instance().set_config(config)
     if ranks.rank == 0:
         configure_log(config.hydra.job_logging, config.hydra.verbose)

@@ -102,6 +102,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
             RunError: this one, or in the background the last one, can't be written.
         """
         self.wait()
+        checkpoint = self._plain(checkpoint, path)
         if self._writer is not None:
             checkpoint = self._snapshot(checkpoint)
         self._run_in_order(self._save, checkpoint, Path(path), storage_options)

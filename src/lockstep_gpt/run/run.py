@@ -111,6 +111,7 @@ class Run:
         self.trainer: Trainer | None = None  # that trains, once it is known
         self._checkpoints: Checkpoints | None = None
         self._disk: AtomicCheckpointIO | None = None
+        self._is_passing = False  # whether code needs a run that `lockstep.main` hasn't started
         self._started = time.perf_counter()
         _current = self
 
@@ -118,12 +119,26 @@ class Run:
     def current(cls) -> Run:
         """Return the run of this process, for code that doesn't get it as an argument.
 
-        Raises:
-            UserError: `lockstep.main` has not started this process, and nobody has made a `Run`.
+        A process that `lockstep.main` hasn't started, such as a test or a notebook, gets a run
+        alone, in a temporary directory.
         """
         if _current is None:
-            raise UserError("there is no run; decorate the program with lockstep.main, or make one")
+            return cls._passing()
         return _current
+
+    @classmethod
+    def _passing(cls) -> Run:
+        """Return a run alone that nobody has asked for."""
+        run = cls.alone()
+        run._is_passing = True
+        logger.warning("lockstep.main hasn't started this: %s will be removed at its end", run.path)
+        return run
+
+    def untaken(self) -> Run:
+        """Return a run that has no `Checkpoints` yet: this one, or the next in a test's process."""
+        if self._checkpoints is not None and self._is_passing:
+            return self._passing()
+        return self
 
     @classmethod
     def alone(cls, path: str | Path | None = None, config: Any = None) -> Self:
@@ -344,11 +359,15 @@ class Run:
         """Return how the run ended, and where its files are."""
         trainer = self.trainer
         seconds = time.perf_counter() - self._started
-        lines = [f"{status} in {seconds:.0f} s: {_results_of(trainer)}"]
+        results = "" if trainer is None else f": {_results_of(trainer)}"
+        lines = [f"{status} in {seconds:.0f} s{results}"]
         for callback in _callbacks_of(trainer):  # such as Lightning's EarlyStopping
             reason = getattr(callback, "stopping_reason_message", None)
             lines += [f"  reason       {reason}"] if reason else []
-        lines.append(f"  metrics      {self.directory.metrics}")
+        if self.directory.metrics.exists():
+            lines.append(f"  metrics      {self.directory.metrics}")
+        elif self.directory.path.is_dir():
+            lines.append(f"  files        {self.directory.path}")
         if self._checkpoints is not None:
             lines.append(f"  checkpoints  {self.directory.checkpoints}")
         for tracked in tracked_runs(trainer.loggers if trainer else []):
@@ -368,10 +387,8 @@ def _has_stopped_early(trainer: Trainer) -> bool:
     return trainer.max_steps >= 0 and (epochs in (None, -1) or trainer.current_epoch < epochs)
 
 
-def _results_of(trainer: Trainer | None) -> str:
+def _results_of(trainer: Trainer) -> str:
     """Return the step, and what a validation has measured last."""
-    if trainer is None:
-        return "no training"
     metrics = {
         name: float(value)
         for name, value in trainer.callback_metrics.items()

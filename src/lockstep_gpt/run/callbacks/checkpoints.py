@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -20,17 +21,20 @@ from lockstep_gpt.lightning_patches import count_logged_steps, validation_follow
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_content import WEIGHTS, joined
+from lockstep_gpt.run.checkpoint_content import WEIGHTS, joined, plain
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.finite_states import refuse_broken_state
 from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.states import read_state
 from lockstep_gpt.run.resuming import align_batch_progress, rescale_batch_progress
-from lockstep_gpt.settings import check, check_choice
+from lockstep_gpt.settings import check, check_choice, not_a_config
 
 if TYPE_CHECKING:
     from lockstep_gpt.run.run import Run
+
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -59,6 +63,7 @@ def nothing(_trainer: Trainer) -> Mapping[str, Any]:
     return {}
 
 
+@not_a_config
 @dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
     """Keeps the newest checkpoints, and those with the best values of a metric.
@@ -68,7 +73,7 @@ class Checkpoints(StepCallback, Checkpoint):
     other part: any module with any optimizer is saved as it is, once all its numbers are finite.
 
     Args:
-        run: whose checkpoints these are; or the folder where they are saved.
+        run: whose checkpoints these are; or the folder where they are saved; None: this process's.
         every: optimizer steps between checkpoints; None: only at the end, and the best.
         keep_last: how many of the newest to keep.
         keep_best: how many of the best to keep, saved at most once in `every` steps.
@@ -79,7 +84,7 @@ class Checkpoints(StepCallback, Checkpoint):
         content: returns what every checkpoint has in addition to the training state.
     """
 
-    run: Run | Path | str
+    run: Run | Path | str | None = None
     every: int | None = 500
     keep_last: int = 1
     keep_best: int = 1
@@ -89,6 +94,7 @@ class Checkpoints(StepCallback, Checkpoint):
     copy_to: str | None = None
     content: Callable[[Trainer], Mapping[str, Any]] = nothing
     folder: Path = field(init=False)
+    _run: Run | None = field(default=None, init=False)  # None: only the folder is known
     urgent: bool = field(default=False, init=False)  # if set, save after the next validation
     # Step of a kept checkpoint -> its value of the metric.
     values: dict[int, float] = field(default_factory=dict, init=False)
@@ -106,8 +112,11 @@ class Checkpoints(StepCallback, Checkpoint):
             of_run = [name for name in ("background", "copy_to") if getattr(self, name)]
             check("run", self.run, not of_run, f"must be a Run for {' and '.join(of_run)}")
         else:
-            self.folder = self.run.directory.checkpoints
-            self.run.take(self)
+            from lockstep_gpt.run.run import Run
+
+            self._run = self.run or Run.current().untaken()
+            self.folder = self._run.directory.checkpoints
+            self._run.take(self)
         check("every", self.every, self.every is None or self.every >= 1, "must be at least 1")
         check("keep_last", self.keep_last, self.keep_last >= 1, "must be at least 1")
         check("keep_best", self.keep_best, self.keep_best >= 0, "must be at least 0")
@@ -115,15 +124,16 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse a disk that is too small, and checkpoints that don't fit the run."""
-        if stage == "fit" and not isinstance(self.run, Path | str):
-            self.run.expect(trainer, pl_module)
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self._run is not None:
+            self._run.expect(trainer, pl_module)
 
     @property
     def _parts(self) -> list[Any]:
         """What a run's checkpoints have besides, as callbacks: hashes, and what has computed."""
-        if isinstance(self.run, Path | str):
+        if self._run is None:
             return []
-        return [self.run.hashes, self.run.arithmetic]
+        return [self._run.hashes, self._run.arithmetic]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where a new or resumed run starts."""
@@ -289,7 +299,7 @@ class Checkpoints(StepCallback, Checkpoint):
         newest = None if math.isnan(self.newest_value) else self.newest_value
         present = files.checkpoints_in(self.folder)
         last_checkpoint = str(present[-1]) if present else None
-        weights = {} if isinstance(self.run, Path | str) else self.run.hashes.in_summary(_step)
+        weights = {} if self._run is None else self._run.hashes.in_summary(_step)
         return {
             **weights,
             "monitor": self.monitor,
@@ -302,14 +312,16 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add what every checkpoint has in addition to the training state."""
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
-        if not isinstance(self.run, Path | str):
-            checkpoint["config"] = self.run.config
+        if self._run is not None:
+            checkpoint["config"] = self._run.config
         for part in self._parts:
             part.on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint.update(self.content(trainer))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Continue after whole steps of this run's own accumulation, and at the saved sample."""
+        if not self.trains:
+            return
         for part in self._parts:
             part.on_load_checkpoint(trainer, pl_module, checkpoint)
         data: Any = getattr(trainer, "datamodule", None)
@@ -329,6 +341,8 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the values of checkpoints that still exist: rank 0 checks."""
+        if not self.trains:
+            return
         present = from_rank_zero(self._present())
         values = state_dict["losses"]
         # Earlier versions saved only the losses.
@@ -361,6 +375,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> None:
         self.directory = directory
         self.hashes = hashes
+        self._has_told = False
         self.written_at: dict[Path, float] = {}  # the clock when each checkpoint was complete
         # What the ranks resume from, which one rank of each machine has read and verified.
         self.verified: VerifiedCheckpoint | KeptState | None = None
@@ -371,7 +386,16 @@ class AtomicCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
-        self._save(checkpoint, Path(path), storage_options)
+        self._save(self._plain(checkpoint, path), Path(path), storage_options)
+
+    def _plain(self, checkpoint: dict[str, Any], path: Any) -> dict[str, Any]:
+        """Return what can be read again; say once what can't."""
+        content, left_out = plain(checkpoint, f"checkpoint {path}")
+        if left_out and not self._has_told:
+            self._has_told = True
+            line = "checkpoints don't have %s: give these arguments to load_from_checkpoint"
+            logger.warning(line, ", ".join(left_out))
+        return content
 
     def _save(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         self._write(checkpoint, path, others)

@@ -13,6 +13,7 @@ from lockstep_gpt.processes import freeze_lasting_objects
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.planned_pauses import saves_after, validations_after
+from lockstep_gpt.settings import not_a_config
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Forecast:
         return "share of the remaining time: " + ", ".join(parts)
 
 
+@not_a_config
 @dataclass(eq=False)
 class Overhead(StepCallback):
     """Tells, on rank 0, which share of the time validation and saving take.
