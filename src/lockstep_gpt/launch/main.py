@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -204,6 +205,8 @@ def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tupl
     keep_hydra = partial(composed.keep_hydra, run)
     new = NewRun(run, values, program.reference or "", keep_hydra, is_named=is_named)
     status = start.start(new, program.rank)
+    if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
+        composed.remove_traces(run)  # all ranks use the directory of rank 0
     return status, run.read_summary().get("value", math.nan)
 
 
