@@ -32,9 +32,10 @@ from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.schedule import Schedule
 from lockstep_gpt.training.batch_settings import BatchConfig

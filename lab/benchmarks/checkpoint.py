@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import as_typed, check, check_whole, counted
+from lockstep_gpt.settings import as_typed, check, check_whole, counted, not_a_config
 
 MOST_THREADS = 4096
 
@@ -21,6 +21,7 @@ class _Shares:
     accumulation: int  # micro-steps per optimizer step
 
 
+@not_a_config
 @dataclass(frozen=True, init=False, repr=False)
 class Batch:
     """The samples of an optimizer step, and how devices share them.

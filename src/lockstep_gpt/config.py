@@ -24,7 +24,7 @@ from lockstep_gpt.data.data_settings import (
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.logs import LEVELS
+from lockstep_gpt.logs import LEVELS
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig

@@ -30,7 +30,6 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices, resolving
 from lockstep_gpt.launch import compose as composing
 from lockstep_gpt.launch.hydra_errors import as_user_error
-from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import (
     RANK,
@@ -39,6 +38,7 @@ from lockstep_gpt.launch.start import (
     prepare_data,
     prepare_gpt,
 )
+from lockstep_gpt.logs import LEVELS, log_to_stdout
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory

@@ -63,6 +63,12 @@ def name_program(main: Any) -> None:
     os.environ[PROGRAM_VARIABLE] = command
 
 
+def program_name() -> str:
+    """Return what an error line begins with: the program, or the command of this installation."""
+    command = os.environ.get(PROGRAM_VARIABLE)
+    return Path(shlex.split(command)[-1]).name if command else f"{PROGRAM} train"
+
+
 def tool(name: str) -> str:
     """Return what to type in this folder to run a program of this environment, such as wandb."""
     path = Path(sys.executable).with_name(name)

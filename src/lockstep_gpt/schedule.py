@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass
 
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.settings import check_choice, check_number, check_whole
+from lockstep_gpt.settings import check_choice, check_number, check_whole, not_a_config
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
 SCALINGS = ("linear", "sqrt", "none")
 
 
+@not_a_config
 @dataclass(frozen=True)
 class Schedule:
     """The learning rate as a function of the step; steps count from 0, the first update.

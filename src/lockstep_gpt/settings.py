@@ -7,11 +7,13 @@ import math
 from dataclasses import Field, field, fields
 from importlib.util import find_spec
 from operator import ge, gt, le, lt
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 from omegaconf import MISSING
 
 from lockstep_gpt.errors import UserError
+
+Kind = TypeVar("Kind")
 
 
 def setting(
@@ -30,6 +32,16 @@ def setting(
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
     metadata = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
     return field(default=default, metadata=metadata)
+
+
+def not_a_config(kind: type[Kind]) -> type[Kind]:
+    """Let `hydra.utils.instantiate` pass instances of a dataclass on as they are.
+
+    OmegaConf takes what is a dataclass for a configuration: `instantiate(cfg.trainer,
+    callbacks=[...])` would replace such a callback by a copy of its fields.
+    """
+    delattr(kind, "__dataclass_fields__")
+    return kind
 
 
 LARGEST = 10**15  # of whole numbers without a limit of their own; no run has as many tokens

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
@@ -14,6 +14,7 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
 )
 from lockstep_gpt.run.checkpoint_content import WEIGHTS
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow

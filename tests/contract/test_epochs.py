@@ -11,9 +11,10 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep_gpt.data.loaders import eval_loader, train_loader
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow

@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.means import Mean
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import STEP

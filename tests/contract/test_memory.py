@@ -10,11 +10,12 @@ import lightning
 import pytest
 
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import HEADER_BYTES, identity_of, states_in

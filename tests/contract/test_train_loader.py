@@ -12,8 +12,9 @@ from torchmetrics import MeanMetric
 from lockstep_gpt.data.loaders import TrainLoader, eval_loader, train_loader
 from lockstep_gpt.data.order import Shuffled
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow

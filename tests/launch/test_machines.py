@@ -9,8 +9,9 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import waiting
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, meeting, start
-from lockstep_gpt.launch.launch_settings import Launch, LaunchSettings
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.machines import rendezvous_parameters
+from lockstep_gpt.launch.placement import Launch
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from lockstep_gpt.launch.launch_settings import Launch, LaunchSettings
-from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.launch.placement import Launch, Placement
 from lockstep_gpt.launch.supervise import rank_environment
 
 NAMES = (

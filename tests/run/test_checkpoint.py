@@ -15,7 +15,6 @@ import torch
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run import checkpoint
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
@@ -26,6 +25,7 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
 )
 from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, SavedShards, joined
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_sums import fault_of, sum_path
 from lockstep_gpt.training.trained_model import load_model
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lockstep_gpt.errors import RunError
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import checkpoints_in
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_sums import fault_of
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_sums import sum_path
 from lockstep_gpt.run.directory import RunDirectory
 

@@ -13,13 +13,13 @@ from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     find_verified,
     read_verified,
     write_checkpoint,
 )
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_sums import sum_path, verify
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.resuming import (

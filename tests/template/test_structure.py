@@ -24,6 +24,7 @@ LAYERS = [
     "registry",
     "catalog",
     "exits",
+    "logs",
     "errors",
     "damaged_files",
     "whole_files",
@@ -54,7 +55,12 @@ LAYERS = [
     "extras",
 ]
 # The core looks for extras in this folder, whose own file is empty.
-MAY_LOOK_UP = ("lockstep_gpt.registry", "lockstep_gpt.extras")
+MAY_LOOK_UP = {
+    ("lockstep_gpt.registry", "lockstep_gpt.extras"),
+    # It makes the model of its settings.
+    ("lockstep_gpt.model.model_settings", "lockstep_gpt.model.language_model"),
+    ("lockstep_gpt.model.model_settings", "lockstep_gpt.model.shape"),
+}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef)
 # A string that names a module, or a name in it: `package.module`, `package.module.name`,
@@ -193,7 +199,7 @@ def upward(sources: dict[str, str]) -> list[str]:
         f"{name} uses {each}"
         for name in sources
         for each in sorted(uses(name, sources))
-        if layer(each) > layer(name) and (name, each) != MAY_LOOK_UP
+        if layer(each) > layer(name) and (name, each) not in MAY_LOOK_UP
     ]
 
 

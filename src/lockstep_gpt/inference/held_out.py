@@ -15,8 +15,8 @@ from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
 from lockstep_gpt.distributed.strategies import auto
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.training import rank_output
 from lockstep_gpt.training.building import counted_targets
 

@@ -32,7 +32,7 @@ from lockstep_gpt.exits import (
 )
 from lockstep_gpt.launch import machines, meeting, rank_program
 from lockstep_gpt.launch.first_signal import FirstSignal
-from lockstep_gpt.launch.launch_settings import Launch
+from lockstep_gpt.launch.placement import Launch
 from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import deaths, last_line
@@ -75,7 +75,7 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
                 machines.end_when_cut_off(agent, launch, run, node_rank)
             return agent.run_to_end(node_rank)
         except UserError as error:
-            print(f"{PROGRAM} train: {error}", file=sys.stderr)
+            print(f"{processes.program_name()}: {error}", file=sys.stderr)
             return Exit.MISTAKE
         except SignalException as stop:
             return after_signal(stop.sigval)
@@ -85,7 +85,7 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
             if has_peers:
                 is_lost = isinstance(error, RendezvousConnectionError)
                 line = machines.explain_missed_rendezvous(launch, cause, is_lost)
-            last_line.show(run, f"{PROGRAM} train: {line}", node_rank)
+            last_line.show(run, f"{processes.program_name()}: {line}", node_rank)
             return Exit.REPORTED
         except Exception as error:  # the system's limits, for example
             run_exit_handlers()  # those of libraries may print

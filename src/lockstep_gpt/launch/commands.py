@@ -13,7 +13,7 @@ from lockstep_gpt import PROGRAM, standard_streams, stop_signals
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.launch import compose, launcher, resolving, resume, start
 from lockstep_gpt.launch.arguments import MULTIRUN
-from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
+from lockstep_gpt.logs import LEVELS, log_to_stdout
 from lockstep_gpt.processes import print_error
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import as_column

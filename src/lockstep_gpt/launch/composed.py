@@ -7,11 +7,12 @@ import functools
 import inspect
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -25,10 +26,8 @@ from yaml import YAMLError
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.run.directory import flat
-
-if TYPE_CHECKING:
-    from lockstep_gpt.launch.main import Program
+from lockstep_gpt.run.directory import OUTPUT_DIR, RunDirectory, flat
+from lockstep_gpt.whole_files import replace_text
 
 # Later versions warn about the name of 1.3.
 if hydra.__version__.startswith("1.3."):
@@ -38,10 +37,21 @@ else:
 
 # Settings of `lockstep.main`, which need no place in the YAML files.
 OURS = re.compile(r"(run_dir|run_name|resume|resume_force|verbosity|launch\.\w+)=")
+HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
-# A reference to another setting, such as `${batch.global_size}`; those with `:` call a function.
-REFERENCE = re.compile(r"\$\{[^${}:]+\}")
+# A reference to another setting, such as `${batch.global_size}`, or to where the run is, which may
+# be moved. Others with `:` call a function.
+REFERENCE = re.compile(r"\$\{[^${}:]+\}|" + re.escape(OUTPUT_DIR))
+
+
+class Source(NamedTuple):
+    """A function that Hydra configures, with the arguments of `hydra.main`."""
+
+    function: Callable[..., Any]
+    config_path: str | None
+    config_name: str | None
+    version_base: str | None
 
 
 class SweepStopped(BaseException):
@@ -53,11 +63,31 @@ def added(word: str) -> str:
     return f"++{word}" if OURS.match(word) else word
 
 
-def call(program: Program, words: list[str], job: Callable[[DictConfig], Any]) -> None:
+def for_hydra(words: list[str]) -> list[str]:
+    """Return a command line as Hydra takes it: with our settings, and `run_dir` as its own folder.
+
+    So a run has one directory, whichever of the two names the program uses.
+    """
+    named = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
+    hydras = [f"hydra.{kind}.dir=" for kind in ("run", "sweep")]
+    placed = [word for word in words if word.startswith(tuple(hydras))]
+    added_words = [added(word) for word in words]
+    if not named or placed or named[-1] in ("", "null"):
+        return added_words
+    path = Path(named[-1].strip("'\""))
+    if path.is_file():
+        raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
+    added_words += [f"{setting}{named[-1]}" for setting in hydras]
+    if (path / "config.yaml").is_file():  # a run: what Hydra has written there stays
+        added_words.append("hydra.output_subdir=null")
+    return added_words
+
+
+def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with the composed configuration, for each job of a sweep.
 
     Args:
-        program: the function that Hydra configures.
+        source: the function that Hydra configures, and where its YAML files are.
         words: of the command line.
         job: its result is the job's value, which a sweeper may optimize.
 
@@ -72,16 +102,21 @@ def call(program: Program, words: list[str], job: Callable[[DictConfig], Any]) -
         return job(config)
 
     # Hydra finds the folder, and names the job, by the file of the function.
-    task = functools.wraps(program.function)(task)
-    options: dict[str, Any] = {"version_base": program.version_base}
-    decorate = hydra.main(program.config_path, program.config_name, **options)
+    task = functools.wraps(source.function)(task)
+    options: dict[str, Any] = {"version_base": source.version_base}
+    decorate = hydra.main(source.config_path, source.config_name, **options)
     with _command_line(words), contextlib.suppress(SweepStopped):
         try:
             decorate(task)()
         except COMPOSING as error:
             if has_started or isinstance(error, UserError):
                 raise  # the job's own error, not the composition's
-            raise UserError(one_line(program, error, words)) from None
+            raise UserError(one_line(source, error, words)) from None
+        except OSError as error:
+            if has_started:
+                raise
+            reason = f"{error.strerror}: {error.filename}"
+            raise UserError(f"{reason}; set another run_dir, or fix that") from None
 
 
 @contextlib.contextmanager
@@ -104,7 +139,7 @@ def _command_line(words: list[str]) -> Iterator[None]:
             os.environ[name] = value_before
 
 
-def one_line(program: Program, error: Exception, words: list[str]) -> str:
+def one_line(source: Source, error: Exception, words: list[str]) -> str:
     """Return what is wrong with a command line or a YAML file, in one line."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     if isinstance(error, OverrideParseException):
@@ -119,7 +154,7 @@ def one_line(program: Program, error: Exception, words: list[str]) -> str:
     if path and isinstance(cause, ConfigKeyError | ConfigAttributeError):
         typed = [word.lstrip("+~").partition("=")[0] for word in words]
         name = next((name for name in typed if name == path or name.startswith(f"{path}.")), path)
-        return f"unknown setting {name}{_nearest_setting(program, name, words)}"
+        return f"unknown setting {name}{_nearest_setting(source, name, words)}"
     return text
 
 
@@ -134,10 +169,10 @@ def _unknown_choice(error: MissingConfigException) -> str | None:
     return f"{group}={choice} is not one of {', '.join(options)}{hint}"
 
 
-def _nearest_setting(program: Program, name: str, words: list[str]) -> str:
+def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     """Return the end of a line that suggests the nearest setting, of what all others compose."""
     others = [word for word in words if not word.startswith("-") and name not in word]
-    known = known_settings(program, others)
+    known = known_settings(source, others)
     if not known:
         return ""
     last = name.rpartition(".")[2]
@@ -148,16 +183,16 @@ def _nearest_setting(program: Program, name: str, words: list[str]) -> str:
     return f"{hint} (+{name}=... would add it)"
 
 
-def known_settings(program: Program, words: list[str]) -> list[str]:
+def known_settings(source: Source, words: list[str]) -> list[str]:
     """Return the full names of the settings and groups that these words compose."""
-    if program.config_name is None or program.config_path is None:
+    if source.config_name is None or source.config_path is None:
         return []
-    folder = Path(inspect.getfile(program.function)).parent / program.config_path
+    folder = Path(inspect.getfile(source.function)).parent / source.config_path
     hydra_before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(folder.resolve()), version_base=program.version_base):
-            config = hydra.compose(program.config_name, words)
+        with hydra.initialize_config_dir(str(folder.resolve()), version_base=source.version_base):
+            config = hydra.compose(source.config_name, words)
     except (*COMPOSING, OSError):  # `pkg://`, or another mistake in the words
         return []
     finally:
@@ -176,6 +211,38 @@ def runs_elsewhere() -> bool:
     """Return whether a launcher plugin runs this job in another process, perhaps elsewhere."""
     choices = HydraConfig.get().runtime.choices
     return is_sweep() and choices.get("hydra/launcher") != "basic"
+
+
+def hydras_files() -> set[str]:
+    """Return the names that Hydra gives to what it writes where a job runs."""
+    job = HydraConfig.get()
+    logging: Any = OmegaConf.to_container(job.job_logging, resolve=True) or {}
+    handlers = (logging.get("handlers") or {}).values()
+    logs = {Path(handler["filename"]).name for handler in handlers if "filename" in handler}
+    return {*logs, HYDRA_FILE.parts[0], *filter(None, [job.output_subdir])}
+
+
+def keep_hydra(run: RunDirectory, values: dict[str, Any]) -> dict[str, Any]:
+    """Keep Hydra's own configuration for the ranks, if Hydra hasn't; return `values`."""
+    file = run.path / HYDRA_FILE
+    if not file.exists():
+        text = OmegaConf.to_yaml(OmegaConf.create({"hydra": HydraConfig.get()}))
+        with run.writing(UserError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, text)
+    return values
+
+
+def remove_traces(run: RunDirectory) -> None:
+    """Remove what Hydra has made for a job that didn't start, if there is nothing else."""
+    if not run.path.is_dir():
+        return
+    files = [file for file in run.path.rglob("*") if file.is_file()]
+    ours = [run.path / name for name in run.others]
+    if all(any(file.is_relative_to(path) for path in ours) for file in files):
+        logs = [file for file in files if file in ours]
+        if not any(log.stat().st_size for log in logs):
+            shutil.rmtree(run.path, ignore_errors=True)
 
 
 def overrides() -> list[str]:

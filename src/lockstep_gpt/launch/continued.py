@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,18 +24,18 @@ from lockstep_gpt.run.kept import refuse_other_experiment
 from lockstep_gpt.settings import as_typed
 from lockstep_gpt.whole_files import replacing
 
-if TYPE_CHECKING:
-    from lockstep_gpt.launch.main import Program
-
 # They select a run, and don't change it.
 ADDRESS = ("run_dir", "resume", "resume_force", "trust_run_dir")
 
 
-def resume(program: Program, run: RunDirectory, values: dict[str, Any]) -> tuple[int, Any]:
+def resume(
+    reference: str | None, call: Callable[..., int], run: RunDirectory, values: dict[str, Any]
+) -> tuple[int, Any]:
     """Continue a run in its own directory; return the exit status, and the function's value.
 
     Args:
-        program: what the run runs.
+        reference: what each rank calls, as text; see `rank_program`.
+        call: the same, for ranks in this process.
         run: it has a frozen configuration.
         values: what this command has composed.
 
@@ -62,8 +63,8 @@ def resume(program: Program, run: RunDirectory, values: dict[str, Any]) -> tuple
     permit = partial(trust.permit, run, bool(values.get("trust_run_dir")), values)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
-    continued = ContinuedRun(run, merged, program.reference or "", changes, permit)
-    status = start.start(continued, program.rank)
+    continued = ContinuedRun(run, merged, reference or "", changes, permit)
+    status = start.start(continued, call)
     return status, run.read_summary().get("value", math.nan)
 
 

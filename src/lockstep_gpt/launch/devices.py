@@ -57,7 +57,8 @@ def found(
     slurm.become_rank(settings)
     config = OmegaConf.create({**values})
     trainer: Any = OmegaConf.to_container(config.get("trainer") or OmegaConf.create(), resolve=True)
-    accelerator = accelerator_of(str(trainer.get("accelerator", "auto")))
+    _refuse_own_start(trainer.get("strategy"))
+    accelerator = accelerator_of(str(trainer.get("accelerator", "auto")), "trainer.accelerator=cpu")
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if devices == -1:  # Lightning's other word for it
@@ -78,19 +79,34 @@ def found(
     return placement
 
 
+def _refuse_own_start(strategy: Any) -> None:
+    """Raise a `UserError` for a strategy of Lightning's that starts ranks by itself."""
+    name = str(strategy)
+    kind, _, method = name.partition("_")
+    if method.partition("_")[0] in ("spawn", "fork", "notebook"):
+        raise UserError(
+            f"trainer.strategy={name} starts ranks by itself, but lockstep.main does; set "
+            f"trainer.strategy={kind}"
+        )
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def accelerator_of(wanted: str) -> str:
+def accelerator_of(wanted: str, without: str = "trainer=cpu") -> str:
     """Return cpu, cuda, or mps for `wanted`, or raise a `UserError`.
 
     A Mac's GPU is only taken by its name; Lightning says if there is none.
+
+    Args:
+        wanted: an accelerator of Lightning's, or auto.
+        without: the setting that runs without a GPU.
     """
     if wanted == "mps":
         return wanted
     has_gpus = wanted != "cpu" and gpu_count() > 0
-    rule = f"needs a GPU, but {_describe_gpus(0)}; set trainer=cpu to run without one"
+    rule = f"needs a GPU, but {_describe_gpus(0)}; set {without} to run without one"
     check("trainer.accelerator", wanted, has_gpus or wanted in ("cpu", "auto"), rule)
     return "cuda" if has_gpus else "cpu"
 

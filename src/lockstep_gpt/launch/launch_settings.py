@@ -1,4 +1,4 @@
-"""How the ranks of a run start and end: settings, and the devices that were found."""
+"""Settings of how ranks start and end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import Checked, setting
 
 
@@ -50,31 +49,3 @@ class LaunchSettings(Checked):
             if name not in known:
                 raise UserError(f"launch.{name} is not one of {', '.join(known)}; correct it")
         return cls(**node)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """All that starts, watches, and restarts ranks needs to know of a run."""
-
-    placement: Placement
-    settings: LaunchSettings
-    is_verbose: bool = False  # show what torch's agent logs
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return what a frozen configuration says, in which devices are decided."""
-        return cls(
-            Placement.of(values),
-            LaunchSettings.of(values),
-            is_verbose=values.get("verbosity") == "debug",
-        )
-
-    @property
-    def devices(self) -> int:
-        """Ranks on each machine."""
-        return self.placement.devices
-
-    @property
-    def nodes(self) -> int:
-        """Machines."""
-        return self.placement.nodes

@@ -12,7 +12,7 @@ from lockstep_gpt.distributed.address import is_rehearsal, own_address
 from lockstep_gpt.distributed.waiting import HINT_SECONDS, print_hint
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch.launch_settings import Launch
+from lockstep_gpt.launch.placement import Launch
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory, differences
 from lockstep_gpt.settings import check

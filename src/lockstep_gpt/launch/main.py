@@ -11,8 +11,10 @@ import functools
 import inspect
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,10 @@ from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_lon
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.launch import composed, continued, devices, launcher, start, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.logs import LEVELS, log_to_stdout
 from lockstep_gpt.launch.start import NewRun
+from lockstep_gpt.logs import LEVELS, log_to_stdout
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.stop_signals import Interrupted
-
-MULTIRUN = ("-m", "--multirun")
 
 
 def main(
@@ -71,9 +71,7 @@ class Program:
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.config_path = config_path
-        self.config_name = config_name
-        self.version_base = version_base
+        self.source = composed.Source(function, config_path, config_name, version_base)
         self.reference = reference_of(function)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -99,7 +97,7 @@ class Program:
         try:
             return self._run([*words])
         except (UserError, RunError) as error:
-            processes.print_error(f"{Path(sys.argv[0]).name}: {error}")
+            processes.print_error(f"{processes.program_name()}: {error}")
             return int(error.status)
         except ReportedError as error:
             return error.status
@@ -115,11 +113,8 @@ class Program:
             stop_signals.end_at_once()  # until there is something to save
         else:
             stop_signals.install(has_keyboard=True).interrupt()
-        is_sweep = any(word in MULTIRUN for word in words)
-        if is_sweep and launcher.is_inside_launcher():
-            raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         jobs = Jobs(self, words)
-        composed.call(self, [composed.added(word) for word in words], jobs.run)
+        composed.call(self.source, composed.for_hydra(words), jobs.run)
         if len(jobs.results) > 1:
             print(jobs.table())
         return jobs.status
@@ -151,6 +146,8 @@ class Jobs:
             ReportedError: it has failed in another process, where a launcher plugin ran it.
         """
         is_sweep = composed.is_sweep()
+        if is_sweep and launcher.is_inside_launcher():
+            raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         words = " ".join(word for word in composed.overrides() if word not in self.words)
         if is_sweep:
             stop_signals.received.interrupt()
@@ -160,7 +157,7 @@ class Jobs:
             with refusing_long_names():
                 status, value = run_job(self.program, config)
         except (UserError, RunError) as error:
-            processes.print_error(f"{Path(sys.argv[0]).name}: {error}")
+            processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
         if status and composed.runs_elsewhere():  # only an exception comes back from there
             raise ReportedError(status)
@@ -183,20 +180,31 @@ def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
     values = composed.values_to_freeze(config)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
+    try:
+        return _run_in(run, program, values)
+    except UserError:
+        composed.remove_traces(run)
+        raise
+
+
+def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
     logging.getLogger().setLevel(LEVELS.get(values.get("verbosity", "normal"), logging.INFO))
     if values.get("resume") == "auto" and run.config.is_file():
-        return continued.resume(program, run, values)
+        return continued.resume(program.reference, program.rank, run, values)
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
+    is_named = values.get("run_dir") is not None
     values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
     if program.reference is None and not settings.inline:
         raise UserError(
             "this program is not a file, which each rank could run; write it to one, or set "
             "launch.inline=true to run it here"
         )
-    is_named = config.get("run_dir") is not None
-    new = NewRun(run, values, program.reference or "", dict, is_named=is_named)
+    keep_hydra = partial(composed.keep_hydra, run)
+    new = NewRun(run, values, program.reference or "", keep_hydra, is_named=is_named)
     status = start.start(new, program.rank)
+    if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
+        composed.remove_traces(run)  # all ranks use the directory of rank 0
     return status, run.read_summary().get("value", math.nan)
 
 
@@ -206,11 +214,12 @@ def directory_of(values: dict[str, Any]) -> RunDirectory:
     job = HydraConfig.get()
     if named is None:
         run = RunDirectory(Path(job.runtime.output_dir))
-        run.others = {f"{job.job.name}.log", job.output_subdir or ""}  # which Hydra has made
-        return run
-    if composed.is_sweep():
-        return RunDirectory(Path(named) / str(job.job.num))
-    return RunDirectory(Path(named))
+    elif composed.is_sweep():
+        run = RunDirectory(Path(named) / str(job.sweep.subdir))
+    else:
+        run = RunDirectory(Path(named))
+    run.others = composed.hydras_files()
+    return run
 
 
 def reference_of(function: Callable[..., Any]) -> str | None:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from lockstep_gpt.distributed.waiting import hinting
-from lockstep_gpt.launch.launch_settings import Launch
+from lockstep_gpt.launch.placement import Launch
 
 READ_SECONDS = 60  # with less, a link down for seconds ends the run
 

@@ -1,10 +1,12 @@
-"""Where the ranks of a run are."""
+"""Where the ranks of a run are, and how they start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,31 @@ class Placement:
     def world_size(self) -> int:
         """Total number of ranks."""
         return self.devices * self.nodes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that starts, watches, and restarts ranks needs to know of a run."""
+
+    placement: Placement
+    settings: LaunchSettings
+    is_verbose: bool = False  # show what torch's agent logs
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return what a frozen configuration says, in which devices are decided."""
+        return cls(
+            Placement.of(values),
+            LaunchSettings.of(values),
+            is_verbose=values.get("verbosity") == "debug",
+        )
+
+    @property
+    def devices(self) -> int:
+        """Ranks on each machine."""
+        return self.placement.devices
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.placement.nodes

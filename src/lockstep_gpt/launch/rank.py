@@ -2,17 +2,21 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import configure_log
+from hydra.core.utils import configure_log, setup_globals
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import stop_signals
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks, lost_peers
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
+from lockstep_gpt.launch.composed import HYDRA_FILE
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
@@ -34,9 +38,9 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
     ranks = Ranks.from_environment()
     values = directory.resolved()
     with routed_output(directory, ranks, values.get("verbosity", "normal")) as terminal:
-        _restore_hydra(directory, ranks)
         run = None
         try:
+            _restore_hydra(directory, ranks)
             run = _run_of(directory, values, ranks)
             run.join(**_connection(values), store=store)
             config = frozen_config(directory)
@@ -51,7 +55,8 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             return after_signal(stopped.signum)
         except KeyboardInterrupt:  # a Ctrl-C before training
             raise
-        except BaseException as error:
+        except BaseException as raised:
+            error = mistake_of_node(raised)
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
@@ -62,6 +67,16 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             return status
     drop_rank_log(directory, ranks)
     return Exit.DONE
+
+
+def mistake_of_node(error: BaseException) -> BaseException:
+    """Return what a class says of an argument that Hydra gave to it, by the setting's full name."""
+    cause = error.__cause__
+    if not isinstance(error, InstantiationException) or not isinstance(cause, UserError):
+        return error
+    node = str(error).rpartition("full_key: ")[2].strip()
+    joint = "." if re.match(r"\w+=", str(cause)) else ": "
+    return UserError(f"{node}{joint}{cause}")
 
 
 def takes_run(function: Callable[..., Any]) -> bool:
@@ -102,13 +117,13 @@ def _strategy_of(values: dict[str, Any]) -> dict[str, Any]:
 
 def _restore_hydra(directory: RunDirectory, ranks: Ranks) -> None:
     """Restore what Hydra's own `main` sets up: its configuration, and a job's logging."""
-    file = directory.path / ".hydra/hydra.yaml"
-    if not file.is_file():
-        return
+    setup_globals()
     node = OmegaConf.structured(HydraConf)
     OmegaConf.set_struct(node, False)
     config = OmegaConf.create({"hydra": node})
-    config.merge_with(OmegaConf.load(file))
+    config.merge_with(OmegaConf.load(directory.path / HYDRA_FILE))
+    config.merge_with(directory.values())  # to which Hydra's own settings may refer
+    config.hydra.runtime.output_dir = str(directory.path.absolute())
     HydraConfig.instance().set_config(config)
     if ranks.rank == 0:
         configure_log(config.hydra.job_logging, config.hydra.verbose)

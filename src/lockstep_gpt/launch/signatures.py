@@ -42,7 +42,12 @@ KEEPING = {
     "lightning.pytorch.utilities.argparse._defaults_from_env_vars",
     "pytorch_lightning.utilities.argparse._defaults_from_env_vars",
 }
-KEEPING_CLASS = {"typing.final", "typing.runtime_checkable", "typing_extensions.final"}
+KEEPING_CLASS = {
+    "lockstep_gpt.settings.not_a_config",
+    "typing.final",
+    "typing.runtime_checkable",
+    "typing_extensions.final",
+}
 DATACLASS = "dataclasses.dataclass"
 NAMED_TUPLE = "typing.NamedTuple"
 PROTOCOL = "typing.Protocol"

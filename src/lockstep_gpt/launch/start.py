@@ -36,10 +36,9 @@ from lockstep_gpt.launch import (
     supervise,
     targets,
 )
-from lockstep_gpt.launch.launch_settings import Launch
-from lockstep_gpt.launch.logs import LEVELS
-from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.placement import Launch, Placement
 from lockstep_gpt.launch.resolving import is_sweep, named_after, resolved_values
+from lockstep_gpt.logs import LEVELS
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run import last_line, trust
 from lockstep_gpt.run.directory import RunDirectory

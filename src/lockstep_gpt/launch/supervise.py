@@ -11,7 +11,7 @@ from lockstep_gpt import stop_signals
 from lockstep_gpt.damaged_files import read_object
 from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
-from lockstep_gpt.launch.launch_settings import Launch
+from lockstep_gpt.launch.placement import Launch
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import release_memory
@@ -83,7 +83,7 @@ def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any
     """Record a failure, or a stop before all ranks saved, also if no rank was left to do it."""
     summary, _ = read_object(run.summary)  # no warning may follow the last line
     stopped_by = Ending(status).stopped_by
-    if stopped_by and not run.has_begun():
+    if stopped_by and not run.has_begun() and not run.has_more():
         line = "stopped by %s before the first step; nothing is kept: start it again"
         logging.warning(line, SIGNALS[stopped_by])
         return

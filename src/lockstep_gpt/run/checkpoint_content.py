@@ -1,5 +1,6 @@
 """What is in a checkpoint's files: plain containers and tensors; torch is imported lazily."""
 
+import io
 import pickle
 import struct
 import zipfile
@@ -7,6 +8,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omegaconf import Container, OmegaConf
 
 from lockstep_gpt.errors import UserError
 
@@ -16,6 +19,9 @@ UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.e
 WEIGHTS = ("state_dict",)
 NEEDED = ("config", "state_dict")
 NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "global_step")
+# What a module and its data were built with: Lightning adds that for `load_from_checkpoint`.
+ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters")
+ARGUMENT_TYPES = ("hparams_type", "datamodule_hparams_type")
 ORIGIN = "was not written by lockstep-gpt train"
 
 
@@ -59,6 +65,81 @@ def load_content(path: Path, needed: Collection[str], map_location: Any = "cpu")
     if wrong:
         raise CheckpointError(f"{ORIGIN}: {wrong[0]} is of another type")
     return content
+
+
+def plain(content: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what a checkpoint can have, as it can be read, and the arguments that it can't have.
+
+    `save_hyperparameters` keeps also networks and functions. They are code, which is never read
+    from a checkpoint. Containers of Hydra's become plain ones.
+
+    Args:
+        content: what Lightning and callbacks want to save.
+        where: the checkpoint, for errors.
+
+    Raises:
+        UserError: something else has a kind that can't be read.
+    """
+    kept = {key: value for key, value in content.items() if key not in ARGUMENT_TYPES}
+    left_out: list[str] = []
+    for key in ARGUMENTS:
+        if key in kept:
+            arguments = _without_containers(kept[key])
+            unfit = [name for name, value in arguments.items() if _unreadable(value, name)]
+            kept[key] = {name: arguments[name] for name in arguments if name not in unfit}
+            left_out += unfit
+    kept = _without_containers(kept)
+    fault = _unreadable(kept, "")
+    if fault is not None:
+        raise UserError(
+            f"{where} would have {fault}, which cannot be read again; save plain values and "
+            "tensors in state_dict() and on_save_checkpoint()"
+        )
+    return kept, left_out
+
+
+def _without_containers(value: Any) -> Any:
+    """Return a value whose containers are Python's own instead of OmegaConf's."""
+    if isinstance(value, Container):
+        return OmegaConf.to_container(value, resolve=True)
+    if type(value) is dict:
+        return {key: _without_containers(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_containers, value))
+    return value
+
+
+def _unreadable(value: Any, name: str) -> str | None:
+    """Return which part of a value is no plain one, and its kind; None if all are plain."""
+    import torch
+
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.Tensor):
+        return None
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list | tuple | set):
+        children = enumerate(value)
+    elif not _can_be_read(value):
+        return f"{name}, of the kind {type(value).__name__}"
+    faults = (_unreadable(child, f"{name}.{key}".strip(".")) for key, child in children)
+    return next(filter(None, faults), None)
+
+
+def _can_be_read(value: Any) -> bool:
+    """Return whether torch reads such a value, as it does for devices and types of numbers."""
+    import torch
+
+    if callable(value):  # a network, or a function; a type is read if it is in torch's list
+        return False
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, *UNREADABLE, TypeError, AttributeError):
+        return False
+    return True
 
 
 def refuse_broken_weights(

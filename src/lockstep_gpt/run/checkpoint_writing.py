@@ -15,8 +15,8 @@ from torch import Tensor
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
             RunError: this one, or in the background the last one, can't be written.
         """
         self.wait()
+        checkpoint = self._plain(checkpoint, path)
         if self._writer is not None:
             checkpoint = self._snapshot(checkpoint)
         self._run_in_order(self._write, checkpoint, Path(path), storage_options)

@@ -40,6 +40,8 @@ SUMMARY_TYPES: dict[str, Any] = {
     "val_loss": int | float | None,
     "monitored_value": int | float | None,
 }
+# How a configuration refers to the directory of its run, with a name of Hydra's.
+OUTPUT_DIR = "${hydra:runtime.output_dir}"
 # What rank 0 decides for all ranks, and what may differ between machines.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
@@ -132,8 +134,9 @@ class RunDirectory:
         Raises:
             UserError: it is damaged, or a variable of the environment is not set.
         """
+        values = _placed(self.values(), str(self.path.absolute()))
         try:
-            resolved = OmegaConf.to_container(OmegaConf.create(self.values()), resolve=True)
+            resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
         except OmegaConfBaseException as error:
             line = str(error).splitlines()[0]
             raise UserError(f"{self.config}: {error.full_key}: {line}; set it") from None
@@ -239,9 +242,17 @@ class RunDirectory:
         return self._read_informative(self.failed)
 
     def discard(self) -> None:
-        """Remove the directory of a run that never started training; keep one with checkpoints."""
-        if not self.checkpoints.exists():
+        """Remove the directory of a run that never started training; keep what isn't ours."""
+        if not self.checkpoints.exists() and not self.has_more():
             shutil.rmtree(self.path)
+
+    def has_more(self) -> bool:
+        """Return whether a program has written files of its own to the directory."""
+        ours = {path.name for path in vars(self).values() if isinstance(path, Path)} | self.others
+        with contextlib.suppress(OSError):
+            names = {path.name for path in self.path.iterdir() if path.name[0] != "."}
+            return not names <= {*ours, self.wandb_id.parent.name}
+        return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -254,6 +265,15 @@ class RunDirectory:
                 self.path.mkdir(parents=True, exist_ok=True)
                 lock.enter_context(self.lock.of_command())
             yield
+
+
+def _placed(node: Any, path: str) -> Any:
+    """Return a value in which a run's path stands where a program refers to it."""
+    if isinstance(node, dict):
+        return {name: _placed(value, path) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_placed(value, path) for value in node]
+    return node.replace(OUTPUT_DIR, path) if isinstance(node, str) else node
 
 
 def literal(node: Any) -> Any:

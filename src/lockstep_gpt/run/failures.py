@@ -3,10 +3,10 @@
 import traceback
 from typing import TextIO
 
-from lockstep_gpt import PROGRAM
 from lockstep_gpt.distributed.ranks import Ranks, lost_peers
 from lockstep_gpt.errors import RunError, UserError, describe_error, remedy_of_limit
 from lockstep_gpt.exits import Exit
+from lockstep_gpt.processes import program_name
 from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
 
@@ -24,7 +24,7 @@ def report_failure(
     `last_line` shows at the end.
     """
     if isinstance(error, UserError):
-        line = f"{PROGRAM} train: {error}"
+        line = f"{program_name()}: {error}"
         return _record(directory, ranks, Exit.MISTAKE, error, line, "", terminal)
     if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__  # Lightning has replaced it

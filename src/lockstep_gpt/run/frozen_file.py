@@ -45,8 +45,8 @@ def _whole_values(text: str) -> dict[str, Any]:
     if text.startswith(BEGIN):
         is_whole = END in text
     else:
-        is_whole = all(name in values for name in GROUPS)
-    if not is_whole or not all(isinstance(values.get(name, {}), dict) for name in GROUPS):
+        is_whole = all(isinstance(values.get(name), dict) for name in GROUPS)
+    if not is_whole:
         raise ValueError("some values are missing")
     json.dumps(values, default=str)  # a ValueError if they contain themselves
     return values

@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.processes import invocation, training_command
+from lockstep_gpt.processes import invocation, program_name, training_command
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -143,7 +142,7 @@ def show_error(run: RunDirectory, error: BaseException, node_rank: int = 0) -> N
     """Print the last line of an exception that ends the run while it is handled."""
     if not isinstance(error, RunError | UserError):
         write(run, traceback.format_exc())
-    show(run, f"{PROGRAM} train: {describe_error(error)}", node_rank)
+    show(run, f"{program_name()}: {describe_error(error)}", node_rank)
 
 
 def record(

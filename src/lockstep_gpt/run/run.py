@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
 from lightning import LightningModule, Trainer
@@ -30,11 +30,11 @@ from lockstep_gpt.distributed.ranks import (
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -55,6 +55,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
+
+
+class Saves(Protocol):
+    """What saves a run: its `Checkpoints`."""
+
+    background: bool  # a thread writes
+    copy_to: str | None  # a folder or URL that gets copies
+
 
 _current: Run | None = None  # of this process
 
@@ -109,8 +117,9 @@ class Run:
         self.arithmetic = Arithmetic()
         self.resumed: VerifiedCheckpoint | KeptState | None = None  # what the run continues from
         self.trainer: Trainer | None = None  # that trains, once it is known
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: Saves | None = None
         self._disk: AtomicCheckpointIO | None = None
+        self._is_passing = False  # whether code needs a run that `lockstep.main` hasn't started
         self._started = time.perf_counter()
         _current = self
 
@@ -118,12 +127,26 @@ class Run:
     def current(cls) -> Run:
         """Return the run of this process, for code that doesn't get it as an argument.
 
-        Raises:
-            UserError: `lockstep.main` has not started this process, and nobody has made a `Run`.
+        A process that `lockstep.main` hasn't started, such as a test or a notebook, gets a run
+        alone, in a temporary directory.
         """
         if _current is None:
-            raise UserError("there is no run; decorate the program with lockstep.main, or make one")
+            return cls._passing()
         return _current
+
+    @classmethod
+    def _passing(cls) -> Run:
+        """Return a run alone that nobody has asked for."""
+        run = cls.alone()
+        run._is_passing = True
+        logger.warning("lockstep.main hasn't started this: %s will be removed at its end", run.path)
+        return run
+
+    def untaken(self) -> Run:
+        """Return a run that has no `Checkpoints` yet: this one, or the next in a test's process."""
+        if self._checkpoints is not None and self._is_passing:
+            return self._passing()
+        return self
 
     @classmethod
     def alone(cls, path: str | Path | None = None, config: Any = None) -> Self:
@@ -190,7 +213,7 @@ class Run:
             continues=self.resume == "auto",
         )
 
-    def take(self, checkpoints: Checkpoints) -> None:
+    def take(self, checkpoints: Saves) -> None:
         """Note what saves this run, which calls it.
 
         Raises:
@@ -344,11 +367,15 @@ class Run:
         """Return how the run ended, and where its files are."""
         trainer = self.trainer
         seconds = time.perf_counter() - self._started
-        lines = [f"{status} in {seconds:.0f} s: {_results_of(trainer)}"]
+        results = "" if trainer is None else f": {_results_of(trainer)}"
+        lines = [f"{status} in {seconds:.0f} s{results}"]
         for callback in _callbacks_of(trainer):  # such as Lightning's EarlyStopping
             reason = getattr(callback, "stopping_reason_message", None)
             lines += [f"  reason       {reason}"] if reason else []
-        lines.append(f"  metrics      {self.directory.metrics}")
+        if self.directory.metrics.exists():
+            lines.append(f"  metrics      {self.directory.metrics}")
+        elif self.directory.path.is_dir():
+            lines.append(f"  files        {self.directory.path}")
         if self._checkpoints is not None:
             lines.append(f"  checkpoints  {self.directory.checkpoints}")
         for tracked in tracked_runs(trainer.loggers if trainer else []):
@@ -368,10 +395,8 @@ def _has_stopped_early(trainer: Trainer) -> bool:
     return trainer.max_steps >= 0 and (epochs in (None, -1) or trainer.current_epoch < epochs)
 
 
-def _results_of(trainer: Trainer | None) -> str:
+def _results_of(trainer: Trainer) -> str:
     """Return the step, and what a validation has measured last."""
-    if trainer is None:
-        return "no training"
     metrics = {
         name: float(value)
         for name, value in trainer.callback_metrics.items()

@@ -119,6 +119,8 @@ class ClipAndSkip(StepCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue counting."""
+        if not self.trains:
+            return
         self.skipped.fill_(state_dict["skipped"])
 
 

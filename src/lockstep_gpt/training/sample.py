@@ -14,10 +14,12 @@ from lockstep_gpt.data.windows import read_windows
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.model.sampling import check_sampling
 from lockstep_gpt.run.loggers.tracking import tracked_runs
+from lockstep_gpt.settings import not_a_config
 
 logger = logging.getLogger(__name__)
 
 
+@not_a_config
 @dataclass(eq=False)
 class Sample(Callback):
     """Continues a prompt with the trained model; without a text tokenizer, shows nothing."""

@@ -37,7 +37,7 @@ from lockstep_gpt.model.model_settings import build_gpt
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.stopping import (
@@ -47,6 +47,7 @@ from lockstep_gpt.run.callbacks.stopping import (
 )
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
+from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_room import size_of
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io

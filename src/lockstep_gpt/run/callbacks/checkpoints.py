@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning import Trainer
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
-from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.lightning_patches import count_logged_steps, validation_follows
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_content import WEIGHTS, joined
-from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.finite_states import refuse_broken_state
-from lockstep_gpt.run.memory.files import KeptState
-from lockstep_gpt.run.memory.states import read_state
 from lockstep_gpt.run.resuming import align_batch_progress, rescale_batch_progress
-from lockstep_gpt.settings import check, check_choice
+from lockstep_gpt.run.run import Run
+from lockstep_gpt.settings import check, check_choice, not_a_config
 
-if TYPE_CHECKING:
-    from lockstep_gpt.run.run import Run
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -45,6 +38,7 @@ def nothing(_trainer: Trainer) -> Mapping[str, Any]:
     return {}
 
 
+@not_a_config
 @dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
     """Keeps the newest checkpoints, and those with the best values of a metric.
@@ -54,7 +48,7 @@ class Checkpoints(StepCallback, Checkpoint):
     other part: any module with any optimizer is saved as it is, once all its numbers are finite.
 
     Args:
-        run: whose checkpoints these are; or the folder where they are saved.
+        run: whose checkpoints these are; or the folder where they are saved; None: this process's.
         every: optimizer steps between checkpoints; None: only at the end, and the best.
         keep_last: how many of the newest to keep.
         keep_best: how many of the best to keep, saved at most once in `every` steps.
@@ -65,7 +59,7 @@ class Checkpoints(StepCallback, Checkpoint):
         content: returns what every checkpoint has in addition to the training state.
     """
 
-    run: Run | Path | str
+    run: Run | Path | str | None = None
     every: int | None = 500
     keep_last: int = 1
     keep_best: int = 1
@@ -75,6 +69,7 @@ class Checkpoints(StepCallback, Checkpoint):
     copy_to: str | None = None
     content: Callable[[Trainer], Mapping[str, Any]] = nothing
     folder: Path = field(init=False)
+    _run: Run | None = field(default=None, init=False)  # None: only the folder is known
     urgent: bool = field(default=False, init=False)  # if set, save after the next validation
     # Step of a kept checkpoint -> its value of the metric.
     values: dict[int, float] = field(default_factory=dict, init=False)
@@ -92,8 +87,9 @@ class Checkpoints(StepCallback, Checkpoint):
             of_run = [name for name in ("background", "copy_to") if getattr(self, name)]
             check("run", self.run, not of_run, f"must be a Run for {' and '.join(of_run)}")
         else:
-            self.folder = self.run.directory.checkpoints
-            self.run.take(self)
+            self._run = self.run or Run.current().untaken()
+            self.folder = self._run.directory.checkpoints
+            self._run.take(self)
         check("every", self.every, self.every is None or self.every >= 1, "must be at least 1")
         check("keep_last", self.keep_last, self.keep_last >= 1, "must be at least 1")
         check("keep_best", self.keep_best, self.keep_best >= 0, "must be at least 0")
@@ -101,15 +97,16 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse a disk that is too small, and checkpoints that don't fit the run."""
-        if stage == "fit" and not isinstance(self.run, Path | str):
-            self.run.expect(trainer, pl_module)
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self._run is not None:
+            self._run.expect(trainer, pl_module)
 
     @property
     def _parts(self) -> list[Any]:
         """What a run's checkpoints have besides, as callbacks: hashes, and what has computed."""
-        if isinstance(self.run, Path | str):
+        if self._run is None:
             return []
-        return [self.run.hashes, self.run.arithmetic]
+        return [self._run.hashes, self._run.arithmetic]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where a new or resumed run starts."""
@@ -277,7 +274,7 @@ class Checkpoints(StepCallback, Checkpoint):
         newest = None if math.isnan(self.newest_value) else self.newest_value
         present = files.checkpoints_in(self.folder)
         last_checkpoint = str(present[-1]) if present else None
-        weights = {} if isinstance(self.run, Path | str) else self.run.hashes.in_summary(_step)
+        weights = {} if self._run is None else self._run.hashes.in_summary(_step)
         return {
             **weights,
             "monitor": self.monitor,
@@ -290,14 +287,16 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add what every checkpoint has in addition to the training state."""
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
-        if not isinstance(self.run, Path | str):
-            checkpoint["config"] = self.run.config
+        if self._run is not None:
+            checkpoint["config"] = self._run.config
         for part in self._parts:
             part.on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint.update(self.content(trainer))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Continue after whole steps of this run's own accumulation, and at the saved sample."""
+        if not self.trains:
+            return
         for part in self._parts:
             part.on_load_checkpoint(trainer, pl_module, checkpoint)
         data: Any = getattr(trainer, "datamodule", None)
@@ -317,6 +316,8 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the values of checkpoints that still exist: rank 0 checks."""
+        if not self.trains:
+            return
         present = from_rank_zero(self._present())
         values = state_dict["losses"]
         # Earlier versions saved only the losses.
@@ -334,73 +335,3 @@ class Checkpoints(StepCallback, Checkpoint):
             return files.checkpoints_in(self.folder)
         except UserError:  # the next save fails, if the folder stays unreadable
             return None
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Writes complete checkpoints or none, on rank 0; Lightning's own can be cut off.
-
-    Args:
-        directory: the run, which remembers that it has saved checkpoints; None: there is none.
-        hashes: adds the hash of the weights to each checkpoint; None: checkpoints have none.
-    """
-
-    def __init__(
-        self, directory: RunDirectory | None = None, hashes: WeightHashes | None = None
-    ) -> None:
-        self.directory = directory
-        self.hashes = hashes
-        # What the ranks resume from, which one rank of each machine has read and verified.
-        self.verified: VerifiedCheckpoint | KeptState | None = None
-        # Refuses the content of a checkpoint, whose place it is told, that doesn't fit the run.
-        self.refuse_unfit: Callable[[str, dict[str, Any]], None] | None = None
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
-        self._write(checkpoint, Path(path), storage_options)
-
-    def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
-        if self.hashes is not None:
-            checkpoint = self.hashes.added_to(checkpoint)
-        files.write_checkpoint(checkpoint, path, others)
-        if self.directory is not None and path.parent == self.directory.checkpoints:
-            self.directory.note_save()
-
-    def save_part(self, part: dict[str, Any], path: Path) -> str:
-        """Write one rank's part of a checkpoint; return its SHA-256, for the checksum file."""
-        return files.write_checkpoint(part, path, checksum_file=False)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint."""
-        files.remove_checkpoint(Path(path))
-
-    def load_checkpoint(
-        self,
-        path: Any,
-        map_location: Any = "cpu",
-        weights_only: bool | None = True,
-        whole: bool = True,
-    ) -> dict[str, Any]:
-        """Return the checkpoint at `path` if it matches its SHA-256, or is the verified one.
-
-        If not `whole`, tensors in parts are `SavedShards`.
-        """
-        assert weights_only is not False, "a checkpoint is never unpickled"
-        content = self._read(Path(path), map_location, whole)
-        if self.refuse_unfit is not None:
-            seen = with_own_shards(content) if is_of_rank(content) else content
-            self.refuse_unfit(f"checkpoint {path}", seen)
-        return content
-
-    def _read(self, path: Path, map_location: Any, whole: bool) -> dict[str, Any]:
-        verified = self.verified
-        if isinstance(verified, KeptState) and verified.path == path:
-            content = read_state(verified)
-            return joined(content) if whole else content
-        if not isinstance(verified, VerifiedCheckpoint) or verified.path != path:
-            verified = files.verify_named(path)
-        return files.read_verified(verified, map_location, whole, WEIGHTS)
-
-    def wait(self) -> None:
-        """Do nothing: everything is already written."""

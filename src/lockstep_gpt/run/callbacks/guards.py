@@ -30,7 +30,7 @@ from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import counted
+from lockstep_gpt.settings import counted, not_a_config
 from lockstep_gpt.torch_patches import BatchNorm
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does
 
 
+@not_a_config
 @dataclass(eq=False)
 class Guards(StepCallback):
     """Ends a run whose replicas differ, or that stopped making steps."""

@@ -24,11 +24,12 @@ from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_fol
 from lockstep_gpt.run.memory.room import refuse_little_room
 from lockstep_gpt.run.memory.turns import MemoryTurns
 from lockstep_gpt.run.memory.writer import MemoryWriter
-from lockstep_gpt.settings import counted
+from lockstep_gpt.settings import counted, not_a_config
 
 logger = logging.getLogger(__name__)
 
 
+@not_a_config
 @dataclass(eq=False)
 class StateInMemory(StepCallback, Checkpoint):
     """Keeps, on a rank of each machine, what a checkpoint would have; all ranks take part.

@@ -22,6 +22,7 @@ from lockstep_gpt.run.epoch_values import EpochValues
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of
 from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
+from lockstep_gpt.settings import not_a_config
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def peak_here(accelerator: str, precision: str) -> float | None:
     return peak_of(torch.cuda.get_device_name(), precision)
 
 
+@not_a_config
 @dataclass(eq=False)
 class Metrics(StepCallback):
     """Logs a row of the run: every `Mean` of the module, the rate, the speed, and the memory.
@@ -244,6 +246,8 @@ class Metrics(StepCallback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Continue with what had been measured."""
+        if not self.trains:
+            return
         saved = checkpoint.get("means", {})  # another Trainer's has none
         for name, mean in means_of(pl_module).items():
             mean.load_entries(saved.get(name, []) if trainer.is_global_zero else [])

@@ -37,6 +37,11 @@ class StepCallback(Callback, ABC):
     """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
 
     _seen = 0
+    trains = True  # whether the Trainer was set up to train, not to test with some checkpoint
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note whether a checkpoint's state is for this callback to continue with."""
+        self.trains = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where a new or resumed run starts."""

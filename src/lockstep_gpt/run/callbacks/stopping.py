@@ -15,6 +15,7 @@ from lockstep_gpt.lightning_patches import without_sigterm_broadcasts
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.memory.turns import KEEP, NOTHING, MemoryTurns
+from lockstep_gpt.settings import not_a_config
 
 
 class Stopped(BaseException):
@@ -84,6 +85,7 @@ class StopVote:
             self._work.wait()
 
 
+@not_a_config
 @dataclass(eq=False)
 class GracefulStop(StepCallback):
     """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them.
@@ -99,6 +101,7 @@ class GracefulStop(StepCallback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Keep Lightning from broadcasts, in a signal's handler and in each micro-batch."""
+        super().setup(trainer, pl_module, stage)
         self._undo.close()
         self._undo.enter_context(without_sigterm_broadcasts(trainer))
         if stage == "fit":
