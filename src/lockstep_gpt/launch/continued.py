@@ -64,7 +64,7 @@ def resume(program: Program, run: RunDirectory, values: dict[str, Any]) -> tuple
         permit()
     continued = ContinuedRun(run, merged, program.reference or "", changes, permit)
     status = start.start(continued, program.rank)
-    return status, run.read_summary().get("value", math.nan)
+    return status, math.nan if status else run.read_summary().get("value", math.nan)
 
 
 def with_overrides(recorded: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
