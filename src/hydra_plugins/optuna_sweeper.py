@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import check
+from lockstep_gpt.settings import check, check_choice
 
 
 class OptunaSweeper(Sweeper):
@@ -31,11 +31,12 @@ class OptunaSweeper(Sweeper):
 
     Args:
         sampler: `_target_` and arguments of a sampler of Optuna.
-        direction: minimize: a job returns its val/loss.
+        direction: of the value that a job returns: minimize or maximize.
         storage: URL of a database that keeps the study; None: memory.
         study_name: of the study in it, which continues if it exists.
         n_trials: number of jobs.
         params: setting -> search space, as on the command line, which takes precedence.
+        n_jobs: jobs at once; only 1.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class OptunaSweeper(Sweeper):
         study_name: str | None,
         n_trials: Any,
         params: Mapping[str, Any] | None = None,
+        n_jobs: int = 1,
     ) -> None:
         self.sampler = sampler
         self.direction = direction
@@ -53,6 +55,7 @@ class OptunaSweeper(Sweeper):
         self.study_name = study_name
         self.n_trials = n_trials
         self.params = dict(params or {})
+        self.n_jobs = n_jobs
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -65,7 +68,7 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> float:
-        """Search; return the lowest val/loss found.
+        """Search; return the best value found.
 
         Raises:
             UserError: Optuna isn't installed, a setting of the sweeper is wrong, or there is no
@@ -73,8 +76,9 @@ class OptunaSweeper(Sweeper):
         """
         is_count = isinstance(self.n_trials, int) and self.n_trials >= 1
         check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
-        rule = "is not minimize, but each job returns its val/loss; set direction=minimize"
-        check("hydra.sweeper.direction", self.direction, self.direction == "minimize", rule)
+        check_choice("hydra.sweeper.direction", self.direction, ("minimize", "maximize"))
+        rule = "must be 1: each job has all devices, so they run one after another"
+        check("hydra.sweeper.n_jobs", self.n_jobs, self.n_jobs == 1, rule)
         optuna = import_optional("hydra/sweeper=optuna", "optuna", "sweep")
         overrides = self._overrides(arguments)
         space = [override for override in overrides if override.is_sweep_override()]
@@ -89,7 +93,7 @@ class OptunaSweeper(Sweeper):
             trial = study.ask()
             chosen = [f"{_name(override)}={_suggest(trial, override)}" for override in space]
             (job,) = self.launcher.launch([[*fixed, *chosen]], initial_job_idx=number)
-            value = float(job.return_value)
+            value = math.nan if job.return_value is None else float(job.return_value)
             if math.isnan(value):
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
@@ -159,5 +163,5 @@ def _report(study: Any) -> float:
         print("\nno job of the sweep succeeded")
         return math.nan
     best = OmegaConf.to_yaml(OmegaConf.create(study.best_params)).replace("\n", "  ")
-    print(f"\nbest of {len(study.trials)} jobs: val/loss {study.best_value:.4f} with {best}")
+    print(f"\nbest of {len(study.trials)} jobs: {study.best_value:.4f} with {best}")
     return float(study.best_value)

@@ -65,7 +65,7 @@ def test_an_interval_without_values_is_refused_by_its_setting(space, remedy):
 def test_failed_jobs_do_not_end_the_search(capsys):
     tried = search("seed=1,2,3", job=lambda config: math.nan if config.seed == 1 else 1.0)
     assert len(tried) == 10
-    assert "best of 10 jobs: val/loss 1.0000 with" in capsys.readouterr().out
+    assert "best of 10 jobs: 1.0000 with" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_a_stored_study_continues_under_its_name(capsys):
     for job in (lambda config: float(config.seed), lambda _: 4.0):
         search(*words, "seed=1,2,3", job=job)
     printed = capsys.readouterr().out
-    assert "best of 10 jobs: val/loss 1.0000 with seed: '1'" in printed
-    assert "best of 20 jobs: val/loss 1.0000 with seed: '1'" in printed
+    assert "best of 10 jobs: 1.0000 with seed: '1'" in printed
+    assert "best of 20 jobs: 1.0000 with seed: '1'" in printed
 
 
 @pytest.mark.slow
@@ -88,16 +88,18 @@ def test_another_sampler_of_optuna_can_be_chosen():
     assert late > 0.5  # it does not come closer, as the default one does
 
 
+def test_the_largest_value_can_be_the_best(capsys):
+    search("hydra.sweeper.direction=maximize", "seed=1,2,3", job=lambda config: float(config.seed))
+    assert "best of 10 jobs: 3.0000 with seed: '3'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        (
-            "direction=maximize",
-            "hydra.sweeper.direction=maximize is not minimize, but each job returns its val/loss; "
-            "set direction=minimize",
-        ),
+        ("direction=up", "hydra.sweeper.direction=up is not one of minimize, maximize"),
         ("storage=nope://x", r"hydra.sweeper.storage=nope://x cannot be opened \(.+\); name a .+"),
         ("n_trials=0", "hydra.sweeper.n_trials=0 must be a whole number above 0"),
+        ("n_jobs=2", "hydra.sweeper.n_jobs=2 must be 1: each job has all devices, .+"),
         ("n_trials=few", "hydra.sweeper.n_trials=few must be a whole number above 0"),
     ],
 )

@@ -175,6 +175,39 @@ def test_one_directory_has_all_of_a_run_and_a_test_after_training_leaves_its_rec
     assert program.read("r/checkpoints/step=000012.ckpt")["global_step"] == 12
 
 
+def test_it_says_that_data_without_a_state_begins_its_epoch_anew(program):
+    program.run("run_dir=r", "+trainer.max_steps=3")
+    out, _ = program.run("run_dir=r", "resume=auto", "+trainer.max_steps=8")
+    assert "after 3 batches of an epoch, but DataLoader begins the epoch anew" in out
+    assert "anew" not in program.run("run_dir=r", "resume=auto", "+trainer.max_steps=12")[0]
+
+
+def test_a_last_checkpoint_that_was_measured_may_be_the_best(program):
+    program.write(
+        "train.py", PROGRAM.replace("trainer.checkpoint_callback.best", "callbacks[0].best")
+    )
+    program.run("run_dir=r", "~callbacks.best", "callbacks.ours.every=500")
+    best = program.summary("r")["best_checkpoint"]
+    assert best.endswith("checkpoints/step=000016.ckpt")
+
+
+def test_a_fast_development_run_saves_nothing(program):
+    words = ["~callbacks.best", "+trainer.fast_dev_run=true"]
+    program.write("train.py", PROGRAM.replace("best_model_path)", "best_model_path or None)"))
+    out, _ = program.run("run_dir=r", *words)
+    assert "done in" in out
+    assert not (program.folder / "r/checkpoints").exists()
+
+
+def test_a_sweep_gives_each_job_its_value_and_shows_what_differs(program):
+    words = ["-m", "run_dir=s", "+trainer.limit_train_batches=4", "model.optimizer.lr=0.01,nan"]
+    out, _ = program.run(*words, status=1)
+    table = [line.split() for line in out[out.index("job  exit") :].splitlines()[1:]]
+    assert [row[3:] for row in table] == [["model.optimizer.lr=0.01"], ["model.optimizer.lr=nan"]]
+    assert float(table[0][2]) > 0
+    assert table[1][1:3] == ["1", "nan"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "command"])
 def test_what_a_kill_interrupts_ends_with_the_same_bits(program, victim, processes_of):
@@ -198,10 +231,10 @@ def test_what_a_kill_interrupts_ends_with_the_same_bits(program, victim, process
 @pytest.mark.slow
 def test_a_stopped_program_that_resumes_nothing_keeps_its_own_files(program):
     program.write("train.py", PROGRAM.replace("or lockstep.Run.current().checkpoint(trainer)", ""))
-    words = ["slow=1", "~callbacks.ours", "trainer.max_epochs=99"]
+    place = "callbacks.best.dirpath=${output_dir}/others"
+    words = ["slow=1", "~callbacks.ours", "trainer.max_epochs=99", place]
     process = program.start("run_dir=r", *words)
-    wait_until(process, (program.folder / "r/checkpoints/best.ckpt").exists)
-    (program.folder / "r/checkpoints").rename(program.folder / "r/others")
+    wait_until(process, (program.folder / "r/others/best.ckpt.sha256").exists)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, out + err

@@ -251,6 +251,17 @@ def overrides() -> list[str]:
     return [str(word).lstrip("+") for word in cast(list[Any], words)]
 
 
+def swept_overrides(words: list[str]) -> list[str]:
+    """Return the job's overrides that differ between jobs: those whose typed value has a choice.
+
+    Args:
+        words: of the command line.
+    """
+    typed = [word.lstrip("+~").partition("=") for word in words]
+    fixed = {name for name, _, value in typed if not re.search(r"[,(]", value)}
+    return [word for word in overrides() if word.partition("=")[0] not in fixed]
+
+
 def values_to_freeze(config: DictConfig) -> dict[str, Any]:
     """Return plain values, in which only two kinds of references stay.
 

@@ -65,7 +65,7 @@ def resume(
         permit()
     continued = ContinuedRun(run, merged, reference or "", changes, permit)
     status = start.start(continued, call)
-    return status, run.read_summary().get("value", math.nan)
+    return status, math.nan if status else run.read_summary().get("value", math.nan)
 
 
 def with_overrides(recorded: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

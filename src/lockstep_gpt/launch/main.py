@@ -148,7 +148,7 @@ class Jobs:
         is_sweep = composed.is_sweep()
         if is_sweep and launcher.is_inside_launcher():
             raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
-        words = " ".join(word for word in composed.overrides() if word not in self.words)
+        words = " ".join(composed.swept_overrides(self.words))
         if is_sweep:
             stop_signals.received.interrupt()
             print(f"job {HydraConfig.get().job.num}: {words}", flush=True)
@@ -205,7 +205,12 @@ def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tupl
     status = start.start(new, program.rank)
     if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
         composed.remove_traces(run)  # all ranks use the directory of rank 0
-    return status, run.read_summary().get("value", math.nan)
+    return status, value_of(run, status)
+
+
+def value_of(run: RunDirectory, status: int) -> Any:
+    """Return what a run's function returned, for a sweeper; not a number if the run failed."""
+    return math.nan if status else run.read_summary().get("value", math.nan)
 
 
 def directory_of(values: dict[str, Any]) -> RunDirectory:

@@ -376,7 +376,7 @@ class Run:
             lines.append(f"  metrics      {self.directory.metrics}")
         elif self.directory.path.is_dir():
             lines.append(f"  files        {self.directory.path}")
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and self.directory.checkpoints.exists():
             lines.append(f"  checkpoints  {self.directory.checkpoints}")
         for tracked in tracked_runs(trainer.loggers if trainer else []):
             lines += [f"  {command}" for command in tracked.next_commands() or []]

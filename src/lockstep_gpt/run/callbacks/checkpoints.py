@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import CombinedLoader
 
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.errors import UserError
@@ -36,6 +37,23 @@ class EndlessData(Protocol):
 def nothing(_trainer: Trainer) -> Mapping[str, Any]:
     """Return what a checkpoint has in addition to the training state: nothing."""
     return {}
+
+
+def _tell_repeated_samples(trainer: Trainer) -> None:
+    """Warn, on rank 0, that data without a state doesn't continue in the middle of an epoch."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    loaders: Any = trainer.train_dataloader
+    if not 0 < done < trainer.num_training_batches or not trainer.is_global_zero:
+        return
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    stateless = [loader for loader in combined.flattened if not hasattr(loader, "load_state_dict")]
+    if stateless and not isinstance(getattr(trainer, "datamodule", None), EndlessData):
+        logger.warning(
+            "training continues after %d batches of an epoch, but %s begins the epoch anew: some "
+            "samples come twice, others don't come; lockstep.train_loader continues exactly",
+            done,
+            type(stateless[0]).__name__,
+        )
 
 
 @not_a_config
@@ -78,6 +96,7 @@ class Checkpoints(StepCallback, Checkpoint):
     newest_value: float = field(default=math.nan, init=False)  # of the metric, for the summary
     # Of later steps than the first one here: of a model that the run left with `resume_force`.
     _others: list[Path] = field(default_factory=list, init=False)
+    _measured_at: int = field(default=0, init=False)  # step of `newest_value`
     _last_saved: int = field(default=0, init=False)  # step; at first, where training starts
     _waits: bool = field(default=False, init=False)  # whether a save is due
 
@@ -113,6 +132,7 @@ class Checkpoints(StepCallback, Checkpoint):
         for part in self._parts:
             part.on_train_start(trainer, pl_module)
         super().on_train_start(trainer, pl_module)
+        _tell_repeated_samples(trainer)
         self._last_saved = trainer.global_step
         restored = trainer.callback_metrics.get(self.monitor, math.nan)  # by `ValidateEvery`
         self.newest_value = float(restored)
@@ -188,6 +208,7 @@ class Checkpoints(StepCallback, Checkpoint):
             return
         step = trainer.global_step
         self.newest_value = value = self._monitored(trainer)
+        self._measured_at = step
         is_due = self.is_due(step, trainer.max_steps)
         if self.urgent or trainer.should_stop or is_due or self.is_best(step, value):
             if not math.isnan(value):
@@ -214,19 +235,22 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save the end of a run that its epochs or another callback ended between two saves."""
         if trainer.global_step > self._last_saved:
+            if trainer.global_step == self._measured_at and not math.isnan(self.newest_value):
+                self.values[trainer.global_step] = self.newest_value
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> Path:
         """Save, on every rank, the state after the last optimizer step, or raise a `RunError`.
 
         A state that is not finite is never saved: the newest good checkpoint stays the newest.
-        A `fast_dev_run` writes nothing, as with Lightning's own checkpoints.
+        Lightning's `fast_dev_run` saves nothing, as with its own callback.
         """
-        refuse_broken_state(trainer, self.newest)
         path = files.checkpoint_path(self.folder, trainer.global_step)
         self._waits = False
         if getattr(trainer, "fast_dev_run", False):  # its class doesn't declare it
+            self.values.clear()
             return path
+        refuse_broken_state(trainer, self.newest)
         if not self.saves:
             self._make_room(trainer)
         trainer.save_checkpoint(path)
@@ -264,13 +288,18 @@ class Checkpoints(StepCallback, Checkpoint):
         """Return the steps of checkpoints with a value, the best first."""
         return sorted(self.values, key=lambda step: self._rank(self.values[step]))
 
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint, by the name that Lightning's `ckpt_path="best"` reads; or empty."""
+        best = self._best_steps()[:1]
+        return str(files.checkpoint_path(self.folder, best[0])) if best else ""
+
     def in_summary(self, _step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries on checkpoints."""
         best_checkpoint = best_value = None
         if self.values:
-            best = self._best_steps()[0]
-            best_checkpoint = str(files.checkpoint_path(self.folder, best))
-            best_value = self.values[best]
+            best_checkpoint = self.best_model_path
+            best_value = self.values[self._best_steps()[0]]
         newest = None if math.isnan(self.newest_value) else self.newest_value
         present = files.checkpoints_in(self.folder)
         last_checkpoint = str(present[-1]) if present else None
