@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -245,7 +245,7 @@ def overrides() -> list[str]:
     return [str(word).lstrip("+") for word in cast(list[Any], words)]
 
 
-def swept_overrides(words: list[str]) -> list[str]:
+def swept_overrides(words: Sequence[str]) -> list[str]:
     """Return the job's overrides that differ between jobs: those whose typed value has a choice.
 
     Args:
