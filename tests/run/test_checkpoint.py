@@ -23,6 +23,7 @@ from lockstep_gpt.run.checkpoint import (
     read_checkpoint,
     remove_leftovers,
     step_of,
+    write_checkpoint,
 )
 from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, SavedShards, joined
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
@@ -226,7 +227,7 @@ def test_another_kind_of_file_is_rejected_in_one_line(tmp_path, data):
 @pytest.mark.parametrize("foreign", [[1, 2], {"state_dict": {}}, torch.zeros(3)])
 def test_a_checkpoint_of_another_program_is_rejected(tmp_path, foreign):
     path = checkpoint_path(tmp_path, 1)
-    AtomicCheckpointIO().save_checkpoint(foreign, path)
+    write_checkpoint(foreign, path)
     with pytest.raises(UserError, match="was not written by"):
         read_checkpoint(path)
 
@@ -239,7 +240,7 @@ def test_a_checkpoint_that_was_damaged_with_its_sum_is_skipped_by_what_is_wrong(
     put(checkpoint_path(tmp_path, 3), b"")
     put(checkpoint_path(tmp_path, 4), b"just text\n")
     save(checkpoint_path(tmp_path, 5))
-    AtomicCheckpointIO().save_checkpoint([], checkpoint_path(tmp_path, 6))
+    write_checkpoint([], checkpoint_path(tmp_path, 6))
     save(checkpoint_path(tmp_path, 7), config=5)
     checkpoint_path(tmp_path, 8).mkdir()
     with caplog.at_level(logging.WARNING):

@@ -67,7 +67,7 @@ def load_content(path: Path, needed: Collection[str], map_location: Any = "cpu")
     return content
 
 
-def plain(content: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+def plain(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return what a checkpoint can have, as it can be read, and the arguments that it can't have.
 
     `save_hyperparameters` keeps also networks and functions. They are code, which is never read
@@ -75,27 +75,26 @@ def plain(content: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str
 
     Args:
         content: what Lightning and callbacks want to save.
-        where: the checkpoint, for errors.
-
-    Raises:
-        UserError: something else has a kind that can't be read.
     """
     kept = {key: value for key, value in content.items() if key not in ARGUMENT_TYPES}
     left_out: list[str] = []
     for key in ARGUMENTS:
-        if key in kept:
-            arguments = _without_containers(kept[key])
+        arguments = _without_containers(kept.get(key))
+        if isinstance(arguments, dict):
             unfit = [name for name, value in arguments.items() if _unreadable(value, name)]
             kept[key] = {name: arguments[name] for name in arguments if name not in unfit}
             left_out += unfit
-    kept = _without_containers(kept)
-    fault = _unreadable(kept, "")
+    return _without_containers(kept), left_out
+
+
+def refuse_unreadable(content: dict[str, Any], where: str) -> None:
+    """Raise a `UserError` if the checkpoint `where` would have what can't be read again."""
+    fault = _unreadable(content, "")
     if fault is not None:
         raise UserError(
             f"{where} would have {fault}, which cannot be read again; save plain values and "
             "tensors in state_dict() and on_save_checkpoint()"
         )
-    return kept, left_out
 
 
 def _without_containers(value: Any) -> Any:

@@ -12,7 +12,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_content import WEIGHTS, joined, plain
+from lockstep_gpt.run.checkpoint_content import (
+    WEIGHTS,
+    joined,
+    plain,
+    refuse_unreadable,
+)
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.files import KeptState
@@ -48,7 +53,9 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def _plain(self, checkpoint: dict[str, Any], path: Any) -> dict[str, Any]:
         """Return what can be read again; say once what can't."""
-        content, left_out = plain(checkpoint, f"checkpoint {path}")
+        content, left_out = plain(checkpoint)
+        if self.refuse_unfit is not None:  # a run resumes from it
+            refuse_unreadable(content, f"checkpoint {path}")
         if left_out and not self._has_told:
             self._has_told = True
             line = "checkpoints don't have %s: give these arguments to load_from_checkpoint"

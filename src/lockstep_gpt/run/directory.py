@@ -26,7 +26,7 @@ from lockstep_gpt.config import (
 )
 from lockstep_gpt.damaged_files import read_object, readable
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.frozen_file import frozen_text, read_frozen
+from lockstep_gpt.run.frozen_file import GROUPS, frozen_text, read_frozen
 from lockstep_gpt.run.lock import RunLock
 from lockstep_gpt.whole_files import replace_text
 
@@ -144,7 +144,10 @@ class RunDirectory:
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
-        return from_container(self.values(), self.config)
+        values = self.values()
+        if not all(isinstance(values.get(name, {}), dict) for name in GROUPS):
+            raise UserError(f"{self.config} is damaged; restore the original")
+        return from_container(values, self.config)
 
     def hash(self) -> str:
         """Return the SHA-256 of the frozen file, which ranks compare to see that they share it."""
