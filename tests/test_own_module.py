@@ -363,9 +363,13 @@ def test_a_module_of_ones_own_may_train_on_our_tokens(train):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["module.lrr=1"], "mine.Module has no argument lrr; use lr"),
-        (["data.roots=x"], "mine.Data has no argument roots; use root"),
-        (["module._target_=mine.Data"], "mine.Data is no LightningModule; name a class that is"),
+        (["module.lrr=1"], "module.lrr=1: Module has no argument lrr; did you mean lr?"),
+        (["data.roots=x"], "data.roots=x: Data has no argument roots; did you mean root?"),
+        (["module._target_=mine.Data"], "module: Data needs batch; set module.batch"),
+        (
+            ["module._target_=mine.Rows", "module.first=0", "module.count=8"],
+            "mine.Rows is no Light",
+        ),
         (["checkpoint.monitor=val/accuracy"], "monitor=val/accuracy decides which checkpoints"),
     ],
 )

@@ -120,11 +120,11 @@ LOST = 3  # seconds
 
 
 def only_process(processes_of, run, program, last_word):
-    """Return the process of the run that runs `program` with `last_word` as its last argument."""
+    """Return the process of the run that runs `program` with `last_word` before the function."""
     lines = {}
     for pid in processes_of(run):
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
-        lines[pid] = line.decode()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
+        lines[pid] = " ".join(words[:-1])
     (pid,) = (
         pid for pid, line in lines.items() if program in line and line.endswith(f" {last_word}")
     )

@@ -34,6 +34,7 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(name, code):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of an earlier test's folder
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)

@@ -39,6 +39,9 @@ def run_rank(run: RunDirectory, function: str) -> int:
     rank = int(os.environ["RANK"])
     with last_line.left_to_agent():
         try:
+            place = function.rpartition(":")[0]
+            if not place.endswith(".py"):
+                processes.import_all([place])
             call = imported(function)
             with run.lock.of_rank(rank):
                 return call(run)
@@ -54,7 +57,6 @@ def imported(function: str) -> Callable[..., int]:
         for part in name.split("."):
             target = getattr(target, part)
     else:
-        processes.import_all([place])
         target = resolve_name(function)
     return cast(Callable[..., int], getattr(target, "rank", target))  # of a `Program`
 

@@ -418,6 +418,8 @@ def build_trainer(
         arguments: others of the Trainer.
     """
     of_batch = batch.trainer_arguments(config.val_every)
+    if not validating(config):  # then not by steps
+        del of_batch["val_check_interval"], of_batch["check_val_every_n_epoch"]
     places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [
