@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import callbacks, loggers, strategies
 
 from lockstep_gpt import PROGRAM, cli
-from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.targets import refuse_absent_trackers, refuse_mistakes
 
@@ -34,9 +34,7 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(name, code):
-        # An earlier test may have left its own module of this name, or its folder, to search in.
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of an earlier test's folder
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)
@@ -296,7 +294,7 @@ TIMING = """
 import sys, time
 from hydra import compose, initialize_config_dir
 from lockstep_gpt.config import from_container
-from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.launch import module_texts, targets
 from lockstep_gpt.launch.compose import register_schema, values_to_freeze
 register_schema()
@@ -312,7 +310,7 @@ print({"torch", "lightning"} & {*sys.modules})
 
 
 def test_each_experiment_is_valid_and_is_checked_in_less_than_a_third_of_a_second():
-    experiments = sorted(yaml_files("experiment"))
+    experiments = sorted(file.stem for file in (config_folder() / "experiment").glob("*.yaml"))
     done = subprocess.run(
         [sys.executable, "-c", TIMING, *experiments],
         capture_output=True,
