@@ -34,7 +34,9 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(name, code):
-        monkeypatch.delitem(sys.modules, name, raising=False)  # of an earlier test's folder
+        # An earlier test may have left its own module of this name, or its folder, to search in.
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)

@@ -100,6 +100,8 @@ ONLY = (("test_notebook", "three_lines"), ("test_wandb_run", "every_metric"))
 # In these, Python must not be a fork, which has a library already.
 NO_FORKS = (
     "a_python_without_our_libraries",
+    "check_imports_nothing",
+    "checked_in_less_than_a_third",
     "libraries_that_not_everyone_has",
     "without_wandb",
     "names_every_group",  # Hydra would also find this repository's plugin, and its extras
