@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from lockstep_gpt import extras
 from lockstep_gpt.config import Config, groups
-from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.tokens.data_settings import data_choices
 from lockstep_gpt.launch import compose
 
 MOST = 100  # remembered results; more would take time in each garbage collection

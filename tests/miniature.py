@@ -22,15 +22,15 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.data_settings import data_choices
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.data_settings import data_choices
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
@@ -41,7 +41,7 @@ from lockstep_gpt.schedule import Schedule
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.building import build_module, progress_of, schedule_of
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.module import GPTModule
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 

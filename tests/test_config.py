@@ -22,12 +22,12 @@ from lockstep_gpt.config import (
     with_defaults,
     without_defaults,
 )
-from lockstep_gpt.data.data_settings import DataModuleConfig, data_choices
+from lockstep_gpt.tokens.data_settings import DataModuleConfig, data_choices
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.modern import ModernGPT
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.registry import settings_classes
-from lockstep_gpt.training.optim import adamw, muon
+from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.training.optim_settings import DECAYS, OptimConfig
 from lockstep_gpt.training.trainer_settings import ACCELERATORS
 
@@ -37,7 +37,7 @@ VALUES = {
     "max_steps": 10,
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8},
-    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
 }
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.module import GPTModule
 from lockstep_gpt.training.trained_model import load_named_model
 
 CALLBACKS = "lightning.pytorch.callbacks"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.extras.datasets.attention import attention_within
 from lockstep_gpt.extras.datasets.mask import mask

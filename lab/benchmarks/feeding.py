@@ -27,13 +27,13 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lockstep_gpt.data.loaders import Batches, Workers
-from lockstep_gpt.data.order import RankOrder, Shuffled
-from lockstep_gpt.data.permutation import permute
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.reading import BatchReader
-from lockstep_gpt.data.sources.synthetic import RandomTokens
-from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.loading.loaders import Batches, Workers
+from lockstep_gpt.loading.order import RankOrder, Shuffled
+from lockstep_gpt.loading.permutation import permute
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.loading.reading import BatchReader
+from lockstep_gpt.tokens.sources.synthetic import RandomTokens
+from lockstep_gpt.tokens.windows import StreamWindows
 
 B, T = 16, 1024
 

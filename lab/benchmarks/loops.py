@@ -140,7 +140,7 @@ def plain(task: Task) -> Callable[[], Any]:
 
 def our_model(task: Task) -> nn.Module:
     """Return our GPT in the task's shape, on its device."""
-    from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.gpt import GPT
 
     shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
     model = GPT(

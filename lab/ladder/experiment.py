@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.order import spread
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import Index, load_index
-from lockstep_gpt.data.windows import Batch as Pair
-from lockstep_gpt.data.windows import StreamWindows, read_windows
+from lockstep_gpt.loading.order import spread
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import Index, load_index
+from lockstep_gpt.tokens.windows import Batch as Pair
+from lockstep_gpt.tokens.windows import StreamWindows, read_windows
 from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose

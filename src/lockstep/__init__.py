@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep_gpt.data.loaders import eval_loader as eval_loader
-    from lockstep_gpt.data.loaders import train_loader as train_loader
-    from lockstep_gpt.data.order import Order as Order
+    from lockstep_gpt.loading.loaders import eval_loader as eval_loader
+    from lockstep_gpt.loading.loaders import train_loader as train_loader
+    from lockstep_gpt.loading.order import Order as Order
     from lockstep_gpt.distributed.ranks import Ranks as Ranks
     from lockstep_gpt.distributed.strategies import place as place
     from lockstep_gpt.launch.main import main as main
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Imported when first used: a command that only reports a mistake needs neither torch nor Lightning.
 _MODULES = {
-    "lockstep_gpt.data.loaders": ("eval_loader", "train_loader"),
-    "lockstep_gpt.data.order": ("Order",),
+    "lockstep_gpt.loading.loaders": ("eval_loader", "train_loader"),
+    "lockstep_gpt.loading.order": ("Order",),
     "lockstep_gpt.distributed.ranks": ("Ranks",),
     "lockstep_gpt.distributed.strategies": ("place",),
     "lockstep_gpt.launch.main": ("main",),

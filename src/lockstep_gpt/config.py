@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.catalog import extra_of_group, how_to_add
-from lockstep_gpt.data.data_settings import (
+from lockstep_gpt.tokens.data_settings import (
     DataConfig,
     DataModuleConfig,
     PackingConfig,

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from lockstep_gpt import stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, from_container
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
@@ -52,7 +52,7 @@ from lockstep_gpt.training.building import (
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.module import GPTModule
 from lockstep_gpt.training.rank_output import routed_output
 from lockstep_gpt.training.train import Training
 

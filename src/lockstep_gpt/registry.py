@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning import Callback
 
     from lockstep_gpt.config import Config
-    from lockstep_gpt.data.tokenizer import Tokenizer
+    from lockstep_gpt.tokens.tokenizer import Tokenizer
     from lockstep_gpt.model.language_model import LanguageModel
     from lockstep_gpt.run.directory import RunDirectory
     from lockstep_gpt.settings import ExtraSettings

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep_gpt.data.loaders import eval_loader, train_loader
+from lockstep_gpt.loading.loaders import eval_loader, train_loader
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in

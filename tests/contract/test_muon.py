@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lockstep_gpt.training.optim import muon
+from lockstep_gpt.optim import muon
 from lockstep_gpt.training.owned_matrices import OwnedMatrices
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.data import datamodule as tested
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.order import RankOrder, Shuffled
-from lockstep_gpt.data.shards import open_split
-from lockstep_gpt.data.windows import StreamWindows, read_windows
+from lockstep_gpt.tokens import datamodule as tested
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.loading.order import RankOrder, Shuffled
+from lockstep_gpt.tokens.shards import open_split
+from lockstep_gpt.tokens.windows import StreamWindows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
 

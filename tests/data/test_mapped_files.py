@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.mapped_files import map_files
-from lockstep_gpt.data.shards import (
+from lockstep_gpt.tokens.mapped_files import map_files
+from lockstep_gpt.tokens.shards import (
     FORMAT,
     Index,
     Split,
@@ -15,9 +15,9 @@ from lockstep_gpt.data.shards import (
     open_split,
     write_index,
 )
-from lockstep_gpt.data.split_writer import SplitWriter
-from lockstep_gpt.data.tokenizer import token_dtype
-from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep_gpt.tokens.tokenizer import token_dtype
+from lockstep_gpt.tokens.windows import StreamWindows
 
 LIMIT = 65_536  # bytes of a file
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.data.data_settings import DataModuleConfig
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources.source import split_of_name
-from lockstep_gpt.data.sources.stdlib import StandardLibrary
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.data_settings import DataModuleConfig
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources.source import split_of_name
+from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 
 PREPARE = """
 import sys
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.sources.text import *
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
 """
@@ -70,7 +70,7 @@ def test_a_build_that_fails_or_was_killed_begins_again(tmp_path, monkeypatch, sm
     for name in ("train-00000.bin", "val-00003.bin"):
         (leftover / name).write_bytes(b"left")
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep_gpt.data.build.refuse_empty_splits", lambda *_: 1 // 0)
+        patch.setattr("lockstep_gpt.tokens.build.refuse_empty_splits", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             prepare(small(tmp_path))
     assert not leftover.exists()

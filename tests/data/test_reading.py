@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep_gpt import numpy_patches
-from lockstep_gpt.data.order import Places
-from lockstep_gpt.data.reading import BatchReader
+from lockstep_gpt.loading.order import Places
+from lockstep_gpt.loading.reading import BatchReader
 
 DRAWS = {
     "torch": lambda: torch.rand(3).tolist(),

@@ -8,11 +8,11 @@ from pathlib import Path
 import fsspec  # noqa: F401 (it reads `sys.version` when it is imported)
 import pytest
 
-from lockstep_gpt.data.data_settings import data_choices
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import FORMER, _digest, recipe_of
-from lockstep_gpt.data.shards import INDEX, load_index
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.data_settings import data_choices
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.recipe import FORMER, _digest, recipe_of
+from lockstep_gpt.tokens.shards import INDEX, load_index
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 
 FILES = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.sealed_json import read_sealed, write_sealed
-from lockstep_gpt.data.shards import (
+from lockstep_gpt.tokens.sealed_json import read_sealed, write_sealed
+from lockstep_gpt.tokens.shards import (
     FORMAT,
     Index,
     Shard,
@@ -19,9 +19,9 @@ from lockstep_gpt.data.shards import (
     open_split,
     write_index,
 )
-from lockstep_gpt.data.split_writer import SplitWriter
-from lockstep_gpt.data.tokenizer import token_dtype
-from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep_gpt.tokens.tokenizer import token_dtype
+from lockstep_gpt.tokens.windows import StreamWindows
 from lockstep_gpt.errors import UserError
 
 LIMIT = 65_536  # number of different two-byte tokens

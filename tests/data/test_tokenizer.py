@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.data.tokenizer import (
+from lockstep_gpt.tokens.tokenizer import (
     ByteTokenizer,
     GrowingText,
     NumberTokenizer,

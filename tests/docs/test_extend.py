@@ -120,7 +120,7 @@ def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
     assert runs["mine"]["monitor"] == "val/acc"
     assert 0 <= runs["mine"]["best_value"] <= 1
     frozen = (command.folder / "runs/characters/config.yaml").read_text()
-    assert "tokenizer: lockstep_gpt.data.characters.Characters" in frozen
+    assert "tokenizer: lockstep_gpt.tokens.characters.Characters" in frozen
     assert runs["counting"]["val_loss"] < 2.2  # of ln 10 = 2.3
     radam = (command.folder / "runs/radam/config.yaml").read_text()
     assert "algorithm: radam" in radam

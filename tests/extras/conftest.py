@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.packing import Packing
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.sources.source import Source
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.packing import Packing
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.sources.source import Source
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt import cli
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources.stdlib import StandardLibrary
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.inference.evaluate import evaluate, main
 from lockstep_gpt.run.checkpoint import find_checkpoint

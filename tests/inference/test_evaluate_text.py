@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt import cli
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.inference.evaluate import evaluate_text
 from lockstep_gpt.run.checkpoint import find_checkpoint

@@ -62,7 +62,7 @@ import json
 from parts import attention, gradients, recipe
 from parts.micro_batch import step_of
 from lockstep_gpt.model.functional import causal_attention
-from lockstep_gpt.model.gpt import CausalSelfAttention
+from lockstep_gpt.gpt import CausalSelfAttention
 
 model = recipe.new_model()
 seen = []

@@ -9,7 +9,7 @@ from lockstep_gpt import extras
 from lockstep_gpt.catalog import how_to_add
 from lockstep_gpt.config import from_container
 from lockstep_gpt.config_files import config_folder, yaml_files
-from lockstep_gpt.data import data_settings
+from lockstep_gpt.tokens import data_settings
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.launch.checks import SHARDABLE

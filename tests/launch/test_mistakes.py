@@ -21,7 +21,7 @@ NO_FLAG = "is not a flag; settings are NAME=VALUE, without dashes"
 SEE_ALL = f"to see all settings, run: {PROGRAM} train --cfg job"
 
 SAMPLE = "callbacks.sample._target_"
-ORDER = "lockstep_gpt.data.order"
+ORDER = "lockstep_gpt.loading.order"
 UNKNOWN_NAMES = {
     "optim.lrr=1e-3": "unknown setting optim.lrr; did you mean optim.lr?",
     "max_step=3": "unknown setting max_step; did you mean max_steps?",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.gpt import GPT
 
 VOCAB = 101
 OUTER = {

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.sampling import draw_tokens
 
 VOCAB = 50

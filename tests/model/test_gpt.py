@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 PRESETS = Path(__file__).parents[2] / "configs" / "model"

@@ -4,7 +4,7 @@ import torch
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import causal_attention
 from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.model.modern import norm, rotate, rotations
+from lockstep_gpt.modern import norm, rotate, rotations
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, "bias": False}
 VOCAB = 70

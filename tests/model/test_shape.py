@@ -7,9 +7,9 @@ import torch
 
 import lockstep_gpt.model
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.model.modern import ModernGPT
+from lockstep_gpt.modern import ModernGPT
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 WRONG = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.checkpoint import (

@@ -4,7 +4,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies as remote
 from lockstep_gpt.run import checkpoint_downloads

@@ -19,7 +19,7 @@ VALUES = {
     "run_name": "größer",
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw", "lr": 1e-8},
 }
 
@@ -52,7 +52,7 @@ def test_a_run_keeps_its_settings_and_lists_differences():
 
 def test_a_setting_is_kept_or_not_as_its_own_source_says():
     def with_path(source, path):
-        target = f"lockstep_gpt.data.sources.{source}"
+        target = f"lockstep_gpt.tokens.sources.{source}"
         return {**VALUES, "data": {"_target_": target, "val_path": path}}
 
     text, shards = "text.Text", "token_files.TokenFiles"

@@ -29,7 +29,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 @pytest.mark.parametrize(
     "target",
     [
-        "lockstep_gpt.training.sample.Sample",
+        "lockstep_gpt.sample.Sample",
         "lockstep_gpt.distributed.strategies.ddp",
         "lightning.pytorch.Trainer",
         "lightning.pytorch.callbacks.EarlyStopping",
@@ -115,7 +115,7 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     (command.folder / "corpus.txt").write_text("some text to learn from. " * 400)
     config = command.folder / "run/config.yaml"
     values = yaml.safe_load(config.read_text())
-    target = "lockstep_gpt.data.sources.text.Text"
+    target = "lockstep_gpt.tokens.sources.text.Text"
     values["data"] = {"_target_": target, "path": "${oc.env:WHERE}", "root": "prepared"}
     config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))
     ranks = ALONE

@@ -384,7 +384,7 @@ def test_all_tests_are_announced_with_the_time_they_took_before(project):
 
 
 CHANGES = {
-    "src/lockstep_gpt/model/gpt.py": {"tests/model/test_gpt.py"},  # the mirror
+    "src/lockstep_gpt/gpt.py": {"tests/model/test_gpt.py"},  # the mirror
     "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # any importer
     "tests/model/test_gpt.py": {"tests/model/test_gpt.py"},
     "tests/model/conftest.py": {"tests/model"},

@@ -66,7 +66,7 @@ def change(upstream: Path, committed) -> None:
     """Change, add, rename, and delete a source file."""
     source = upstream / "src/lockstep_gpt"
     edit(source / "model/gpt.py", before=FIRST)
-    (source / "model/new.py").write_text("import lockstep_gpt.model.gpt\n")
+    (source / "model/new.py").write_text("import lockstep_gpt.gpt\n")
     (source / "data/order.py").rename(source / "data/sequence.py")
     (source / "inference/generate.py").unlink()
     committed(upstream)
@@ -167,7 +167,7 @@ def test_a_conflict_without_markers_says_what_happened(project, upstream, update
     mine.write_text("# the user's logger\n")
     (project / "src/my_gpt/inference/generate.py").unlink()
     committed(project)
-    edit(upstream / "src/lockstep_gpt/inference/generate.py", before=FIRST)
+    edit(upstream / "src/lockstep_gpt/generate.py", before=FIRST)
     loggers = upstream / "src/lockstep_gpt/run/loggers"
     loggers.rename(loggers.with_name("trackers"))
     committed(upstream)

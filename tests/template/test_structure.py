@@ -245,9 +245,9 @@ def test_a_use_is_an_import_anywhere_or_a_string_that_names_a_module(source, use
 
 
 def test_a_use_of_the_own_layer_or_of_one_below_is_not_upward():
-    downward = {f"{PACKAGE}.training.train": "from lockstep_gpt.data import order\n"}
+    downward = {f"{PACKAGE}.training.train": "from lockstep_gpt.loading import order\n"}
     assert upward(SYNTHETIC | downward) == []
-    beside = {f"{PACKAGE}.data.windows": "from lockstep_gpt.data import order\n"}
+    beside = {f"{PACKAGE}.data.windows": "from lockstep_gpt.loading import order\n"}
     assert upward(SYNTHETIC | beside) == []
 
 
@@ -276,7 +276,7 @@ def test_two_modules_that_use_each_other_are_a_circle():
     assert circle({name: uses_at_start(name, late) for name in late}) == []
     early = {
         one: "try:\n    from lockstep_gpt.training import train\nfinally:\n    pass\n",
-        two: "class Order:\n    from lockstep_gpt.data import order\n",
+        two: "class Order:\n    from lockstep_gpt.loading import order\n",
     }
     assert {*circle({name: uses_at_start(name, early) for name in early})} == {one, two}
 

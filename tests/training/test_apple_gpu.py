@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.windows import Stored
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.windows import Stored
 from lockstep_gpt.run.means import Mean
 from lockstep_gpt.training.seeds import seed_device
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.data.data_settings import DataModuleConfig
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.tokens.data_settings import DataModuleConfig
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer, NumberTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.batches import build_data, tokenizer_of
 
@@ -109,8 +109,8 @@ def test_the_tokenizer_is_the_module_s_or_one_of_numbers():
 
 
 def test_prepared_tokens_come_from_our_own_module(composed, data_root):
-    from lockstep_gpt.data.prepare import prepare
-    from lockstep_gpt.data.shards import load_index
+    from lockstep_gpt.tokens.prepare import prepare
+    from lockstep_gpt.tokens.shards import load_index
 
     config = composed("experiment=smoke", f"data.root={data_root}")
     config.data.fingerprint = load_index(prepare(config.data)).fingerprint

@@ -6,7 +6,7 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.run.callbacks.metrics import Metrics

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep_gpt import extras, registry
-from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.distributed import ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
@@ -59,7 +59,7 @@ def saved_as(tmp_path, config, model, tokenizer):
             "max_steps": 1,
             "batch": {"global_size": 1},
             "model": vars(config),
-            "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
+            "data": {"_target_": "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"},
             "optim": {"algorithm": "adamw"},
         },
         "tokenizer": tokenizer.to_dict(),

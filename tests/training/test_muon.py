@@ -10,7 +10,7 @@ from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.optim import muon
+from lockstep_gpt.optim import muon
 from lockstep_gpt.training.orthogonalization import orthogonalized
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}

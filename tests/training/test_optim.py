@@ -5,11 +5,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.modern import ModernGPT
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.training import muon as muon_module
-from lockstep_gpt.training import optim
-from lockstep_gpt.training.optim import adamw, muon
+from lockstep_gpt import optim
+from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 SETTINGS = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}

@@ -6,12 +6,12 @@ import logging
 import pytest
 from lightning import LightningDataModule
 
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.training.building import build_module
-from lockstep_gpt.training.sample import Sample, prompt_from
+from lockstep_gpt.sample import Sample, prompt_from
 
 SETTINGS = {
     "prompt": "def f",

@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.training import orthogonalization, sharded_matrices
-from lockstep_gpt.training.optim import muon
+from lockstep_gpt.optim import muon
 from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
 # Six rows leave the last of four ranks without any.

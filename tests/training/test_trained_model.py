@@ -3,9 +3,9 @@ import contextlib
 import pytest
 import torch
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.training import trained_model
@@ -16,7 +16,7 @@ CONFIG = {
     "max_steps": 10,
     "batch": {"global_size": 4},
     "model": SHAPE,
-    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
 }
 
@@ -107,7 +107,7 @@ def test_a_model_with_the_tokenizer_of_a_deleted_extra_fails_in_one_line(tmp_pat
 def test_references_in_a_checkpoint_are_never_resolved(tmp_path, monkeypatch, escapes):
     monkeypatch.setenv("CANARY", "secret")
     named = f"x{escapes}${{oc.env:CANARY}}"
-    target = "lockstep_gpt.data.sources.text.Text"
+    target = "lockstep_gpt.tokens.sources.text.Text"
     data = {"_target_": target, "path": named, "root": f"{escapes}${{seed}}"}
     saved_model(tmp_path / "step=000001.ckpt", data=data)
     _, config, _ = load_model(tmp_path / "step=000001.ckpt")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.distributed.strategies import single_device
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.settings import is_module

@@ -27,7 +27,7 @@ PLACES = {
         "build_trainer",
         "fit",
     ],
-    "lockstep_gpt.training.module": ["GPTModule.training_step"],
+    "lockstep_gpt.module": ["GPTModule.training_step"],
     "lockstep_gpt.run.callbacks.checkpoints": ["AtomicCheckpointIO.load_checkpoint"],
     "lockstep_gpt.run.callbacks.step": ["StepCallback.on_train_start"],
 }

@@ -13,7 +13,7 @@ from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.callbacks.weight_hashes import digest
 from lockstep_gpt.run.checkpoint import size_of, write_checkpoint
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
-from lockstep_gpt.training.optim import adamw
+from lockstep_gpt.optim import adamw
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
 from lockstep_gpt.distributed.strategies import auto

@@ -3,7 +3,7 @@
 import yaml
 
 from lockstep_gpt.config_files import yaml_files
-from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.tokens.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 

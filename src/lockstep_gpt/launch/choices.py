@@ -7,7 +7,7 @@ import yaml
 
 from lockstep_gpt.config import OPEN_GROUPS, Config, groups
 from lockstep_gpt.config_files import config_folders, yaml_files
-from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.tokens.data_settings import data_choices
 from lockstep_gpt.run.directory import flat
 
 MOST_NAMES = 3  # in a suggestion

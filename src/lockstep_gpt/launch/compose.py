@@ -21,7 +21,7 @@ from yaml import YAMLError
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config, from_container, groups, with_groups
 from lockstep_gpt.config_files import config_folder, refuse_same_names
-from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.tokens.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks
 from lockstep_gpt.launch.arguments import translate_arguments

@@ -18,7 +18,7 @@ from lockstep_gpt.config import (
     with_defaults,
 )
 from lockstep_gpt.damaged_files import read_informative_text, readable
-from lockstep_gpt.data.prepare import refuse_other_tokens
+from lockstep_gpt.tokens.prepare import refuse_other_tokens
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
     checks,

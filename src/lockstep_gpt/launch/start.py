@@ -22,10 +22,10 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep_gpt import stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, from_container
-from lockstep_gpt.data import prepare as data_prepare
-from lockstep_gpt.data import shards
-from lockstep_gpt.data.data_settings import DataModuleConfig
-from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.tokens import prepare as data_prepare
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.data_settings import DataModuleConfig
+from lockstep_gpt.tokens.packing import packing_of
 from lockstep_gpt.errors import ReportedError, UserError
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.launch import (

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep_gpt.catalog import extra_of_target, how_to_add
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig
+from lockstep_gpt.tokens.data_settings import DataConfig, DataModuleConfig
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.module_texts import (
     hides_submodule,

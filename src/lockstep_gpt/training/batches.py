@@ -10,13 +10,13 @@ from lightning import LightningDataModule
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.packing import packing_of
-from lockstep_gpt.data.prepare import opened
-from lockstep_gpt.data.recipe import source_of
-from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.data_settings import DataConfig, DataModuleConfig
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.packing import packing_of
+from lockstep_gpt.tokens.prepare import opened
+from lockstep_gpt.tokens.recipe import source_of
+from lockstep_gpt.tokens.tokenizer import NumberTokenizer, Tokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.building import build, target_of
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.own_loaders import OwnLoaders
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.loading.own_loaders import OwnLoaders
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.ranks import Ranks
@@ -50,7 +50,7 @@ from lockstep_gpt.run.loggers.tracking import (
 from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
 from lockstep_gpt.training.counted_targets import CountTargets
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.module import GPTModule
 from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.seeds import MicroBatchSeeds

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ranks import ranks_unlike_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.language_model import LanguageModel

@@ -8,8 +8,8 @@ from torch import nn
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.packing import packing_of
 from lockstep_gpt.distributed.exact_sizes import has_bucket_copies, sums_line
 from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.run.callbacks.step import InReceipt

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep_gpt.data.loaders import TrainLoader
+from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
 from lockstep_gpt.errors import RunError, UserError

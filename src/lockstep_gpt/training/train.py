@@ -15,8 +15,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lockstep_gpt import stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, as_values
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.matrix_products import (
     choose_matrix_products,
@@ -86,11 +86,11 @@ from lockstep_gpt.training.building import (
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
-from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.optim import moment_bytes
+from lockstep_gpt.module import GPTModule
+from lockstep_gpt.optim import moment_bytes
 from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
-from lockstep_gpt.training.sample import prompt_from
+from lockstep_gpt.sample import prompt_from
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import sys
 import pytest
 import zstandard
 
-from lockstep_gpt.data.sources.jsonl import JsonLines
-from lockstep_gpt.data.sources.source import Position
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.sources.jsonl import JsonLines
+from lockstep_gpt.tokens.sources.source import Position
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 
 ROWS = b"".join(b'{"text": "row %d of some text"}\n' % number for number in range(40))
@@ -23,7 +23,7 @@ PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 # Lists corpora as a user whom permissions bind, and prints one line for each.
 LIST = """
 import sys
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 for path in sys.argv[1:]:
     try:

@@ -7,13 +7,13 @@ from collections import Counter
 import fsspec
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources import file_documents as module
-from lockstep_gpt.data.sources.jsonl import JsonLines
-from lockstep_gpt.data.sources.parquet import ParquetFiles
-from lockstep_gpt.data.sources.source import Position, split_of_name, splits_of_texts
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources import file_documents as module
+from lockstep_gpt.tokens.sources.jsonl import JsonLines
+from lockstep_gpt.tokens.sources.parquet import ParquetFiles
+from lockstep_gpt.tokens.sources.source import Position, split_of_name, splits_of_texts
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 
 WORDS = "to be or not to be, that is the question " * 40

@@ -4,11 +4,11 @@ import datasets
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import recipe_of
-from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.sources.huggingface import HuggingFaceRows
-from lockstep_gpt.data.sources.source import Position, splits_of_texts
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.recipe import recipe_of
+from lockstep_gpt.tokens.shards import load_index
+from lockstep_gpt.tokens.sources.huggingface import HuggingFaceRows
+from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
 from lockstep_gpt.errors import UserError
 
 TEXTS = [f"row {number} é" for number in range(700)]

@@ -5,8 +5,8 @@ import re
 import pytest
 import zstandard
 
-from lockstep_gpt.data.sources.jsonl import JsonLines
-from lockstep_gpt.data.sources.source import Position, splits_of_texts
+from lockstep_gpt.tokens.sources.jsonl import JsonLines
+from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
 from lockstep_gpt.errors import UserError
 
 PACKED = {"a.txt": bytes, "a.txt.gz": gzip.compress, "a.txt.zst": zstandard.compress}

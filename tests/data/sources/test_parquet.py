@@ -5,10 +5,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources.parquet import ParquetFiles, texts_in
-from lockstep_gpt.data.sources.source import Position, splits_of_texts
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources.parquet import ParquetFiles, texts_in
+from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
 from lockstep_gpt.errors import UserError
 
 TEXTS = [f"row {number} é" for number in range(1000)]
@@ -71,7 +71,7 @@ def test_rows_of_held_out_files_are_in_their_split(tmp_path):
 def test_reading_resumes_at_any_block(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
     write(tmp_path / "b.parquet", {"text": TEXTS[:100]})
-    monkeypatch.setattr("lockstep_gpt.data.sources.parquet.BLOCK", 500)
+    monkeypatch.setattr("lockstep_gpt.tokens.sources.parquet.BLOCK", 500)
     all_blocks = blocks(settings(tmp_path))
     assert len(all_blocks) > 10
     assert sum(len(block.texts) for block in all_blocks) == 1100

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources import source as module
-from lockstep_gpt.data.sources.source import (
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources import source as module
+from lockstep_gpt.tokens.sources.source import (
     Documents,
     Position,
     split_of_name,

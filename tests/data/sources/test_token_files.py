@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_gpt.data import tokenizer_choice
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources import token_files
-from lockstep_gpt.data.sources.source import Position
-from lockstep_gpt.data.sources.token_files import TokenFiles
+from lockstep_gpt.tokens import tokenizer_choice
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources import token_files
+from lockstep_gpt.tokens.sources.source import Position
+from lockstep_gpt.tokens.sources.token_files import TokenFiles
 from lockstep_gpt.errors import UserError
 
 IDS = np.random.default_rng(0).integers(50_257, size=5000)

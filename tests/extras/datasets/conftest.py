@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.extras.datasets.mixture import Mixture
 
 TEXT = f"{Text.__module__}.{Text.__name__}"

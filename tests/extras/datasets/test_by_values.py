@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.data.order import RankOrder
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import splits_of
-from lockstep_gpt.data.shards import check_content, load_index, open_split
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.windows import Stored, StreamWindows, read_windows
+from lockstep_gpt.loading.order import RankOrder
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.recipe import splits_of
+from lockstep_gpt.tokens.shards import check_content, load_index, open_split
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.windows import Stored, StreamWindows, read_windows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lockstep_gpt.data.recipe import folder_of
+from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
@@ -124,7 +124,7 @@ def test_the_windows_are_packed_before_ranks_start_and_only_once(command, lines)
 def test_a_kept_packing_cannot_change_on_resume(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
     change = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
-    stream = "packing._target_=lockstep_gpt.data.packing.Stream"
+    stream = "packing._target_=lockstep_gpt.tokens.packing.Stream"
     output = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
     assert f"{stream} instead of " in output
     assert stream in command(*change, stream, status=2).stderr

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import attention
 from lockstep_gpt.extras.datasets.attention import (

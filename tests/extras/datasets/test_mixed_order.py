@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.data.order import RankOrder, Shuffled
+from lockstep_gpt.loading.order import RankOrder, Shuffled
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder, seed_of
 from lockstep_gpt.extras.datasets.shares import phases
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.windows import StreamWindows
 from lockstep_gpt.errors import UserError
 
 TEXT = f"{Text.__module__}.{Text.__name__}"

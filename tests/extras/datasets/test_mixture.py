@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture, with_sources
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.past import keep_past
 

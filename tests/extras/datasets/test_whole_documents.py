@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.data_settings import data_choices
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.tokens.data_settings import data_choices
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.extras.datasets.packed_windows import PackedWindows

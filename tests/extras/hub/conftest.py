@@ -4,9 +4,9 @@ import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.data.sources.stdlib import StandardLibrary
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
+from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.extras.hub.folder import export
 from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint

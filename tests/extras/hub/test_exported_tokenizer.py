@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.initial_weights import load_initial_weights
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.errors import UserError

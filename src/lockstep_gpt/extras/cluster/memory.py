@@ -22,7 +22,7 @@ from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, shaped, trace_peak
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.training.optim import moment_bytes
+from lockstep_gpt.optim import moment_bytes
 from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.data_settings import DataConfig
-from lockstep_gpt.data.recipe import recipe_of
-from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.data.tokenizer_files import GPT2, GPT2_SIZE
+from lockstep_gpt.tokens.data_settings import DataConfig
+from lockstep_gpt.tokens.recipe import recipe_of
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_files import GPT2, GPT2_SIZE
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware

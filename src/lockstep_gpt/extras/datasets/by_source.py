@@ -10,9 +10,9 @@ from typing import Any
 from lightning import Callback
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data import shards
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.recipe import folder_of
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.mixture import Mixture

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention import (
     DocumentBounds,

@@ -14,15 +14,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep_gpt.data import shards
-from lockstep_gpt.data.data_settings import DataConfig
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import Recipe, create_folder
-from lockstep_gpt.data.shards import Index, Split
-from lockstep_gpt.data.sources.file_documents import ENDS
-from lockstep_gpt.data.sources.source import Source
-from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.data_settings import DataConfig
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.recipe import Recipe, create_folder
+from lockstep_gpt.tokens.shards import Index, Split
+from lockstep_gpt.tokens.sources.file_documents import ENDS
+from lockstep_gpt.tokens.sources.source import Source
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.whole_files import replace_text

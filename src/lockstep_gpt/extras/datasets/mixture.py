@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.data.data_settings import (
+from lockstep_gpt.tokens.data_settings import (
     DataConfig,
     DataModuleConfig,
     data_choices,
     data_class,
 )
-from lockstep_gpt.data.recipe import Recipe
-from lockstep_gpt.data.sources.source import Position, Source, TokenBlock
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.recipe import Recipe
+from lockstep_gpt.tokens.sources.source import Position, Source, TokenBlock
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.mixing import PreparedSources

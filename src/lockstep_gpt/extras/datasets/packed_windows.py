@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.windows import Batch, Stored
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.windows import Batch, Stored
 from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.model.functional import IGNORE
 

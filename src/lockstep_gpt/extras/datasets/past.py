@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import Config, from_container
-from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.tokens.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.run.directory import differences, some_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from lockstep_gpt.data.data_settings import DataConfig
+from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.errors import UserError
 
 

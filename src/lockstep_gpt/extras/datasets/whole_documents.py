@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.data import shards
-from lockstep_gpt.data.sealed_json import hash_of_file, read_sealed, write_sealed
-from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.best_fit import (
     Numbers,
@@ -30,7 +30,7 @@ from lockstep_gpt.settings import counted
 from lockstep_gpt.whole_files import replacing, sync_folder
 
 if TYPE_CHECKING:
-    from lockstep_gpt.data.windows import Windows
+    from lockstep_gpt.tokens.windows import Windows
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep_gpt.data.byte_pairs import byte_characters
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, Tokenizer
+from lockstep_gpt.tokens.byte_pairs import byte_characters
+from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, Tokenizer
 from lockstep_gpt.errors import UserError
 
 Files = dict[str, dict[str, Any]]  # name -> content, as JSON

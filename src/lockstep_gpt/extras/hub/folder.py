@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 from lockstep_gpt.optional import import_optional

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.data.tokenizer_files import ON_HUB, SIZES
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.layouts import (
     Layout,

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.errors import UserError

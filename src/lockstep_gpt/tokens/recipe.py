@@ -1,0 +1,192 @@
+"""A recipe: everything that decides the tokens of a prepared folder, and that folder's index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from tqdm import tqdm
+
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.data_settings import DataConfig
+from lockstep_gpt.tokens.shards import Index
+from lockstep_gpt.tokens.sources.file_documents import ENDS
+from lockstep_gpt.tokens.sources.source import SPLITS, Source
+from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import counted
+
+# Left out of the settings' digest: the tokenizer's identity replaces the first three; the others
+# are a result, and the class, whose `kind` stays when it moves.
+APART = {"tokenizer", "vocab_size", "tokenizer_mb", "fingerprint", "_target_"}
+# What 0.1.0 without its extra `sources` fingerprinted of its two sources; the rest was fixed.
+FORMER = ("source", "val_fraction")
+FIXED = {"shard_mb": 256, "invalid_utf8": "replace", "documents": "file"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the tokens of one prepared folder."""
+
+    source: Source
+    settings: dict[str, Any]  # those that decide tokens or files
+    fingerprints: dict[str, str]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, made only once because it may be learned."""
+        return self.source.make_tokenizer()
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits that change with anything that decides the tokens."""
+        return _digest([shards.FORMAT, self.fingerprints])
+
+    @property
+    def folder(self) -> Path:
+        """Where the tokens go."""
+        return folder_of(replace(self.source, fingerprint=self.fingerprint))
+
+
+@runtime_checkable
+class BuildsItself(Protocol):
+    """A source that writes its prepared folder itself, without blocks."""
+
+    def build(self, recipe: Recipe, folder: Path) -> None:
+        """Write the token files and their index into `folder`, which may have leftovers."""
+
+
+def recipe_of(config: DataConfig) -> Recipe:
+    """Look at the corpus of `config` and digest what decides its tokens, or raise a `UserError`."""
+    source = source_of(config)
+    settings = _settings(source)
+    parts = {"source": source.identity(), "tokenizer": source.tokenizer_identity()}
+    digests = {name: _digest(part) for name, part in parts.items()}
+    recipe = Recipe(source, settings, {**digests, "settings": _digest(settings)})
+    former = _former_settings(settings)
+    if former is not None:
+        earlier = Recipe(source, settings, {**digests, "settings": _digest(former)})
+        if config.fingerprint == earlier.fingerprint:
+            return earlier
+        if config.fingerprint is None and not recipe.folder.is_dir() and earlier.folder.is_dir():
+            return earlier
+    return recipe
+
+
+def source_of(config: DataConfig) -> Source:
+    """Return the source of `config`, which takes a new look at its files."""
+    if not isinstance(config, Source):
+        raise UserError(
+            f"data._target_={config._target_} makes its own batches, so there are no prepared "
+            "tokens; give a text with `evaluate RUN --data PATH`"
+        )
+    return replace(config)
+
+
+def _settings(source: Source) -> dict[str, Any]:
+    """Return the settings that decide tokens or files."""
+    defaults = {item.name: item.default for item in fields(source)}
+    settings: dict[str, Any] = {"source": source.kind}
+    for name in source.names("kept"):
+        value = getattr(source, name)
+        is_unused = name in source.added_later and value == defaults[name]
+        if name not in APART and not is_unused:
+            settings[name] = value
+    return settings
+
+
+def _former_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings as 0.1.0 without `sources` had them; None if it had no such source."""
+    later = {name: value for name, value in settings.items() if name not in FORMER}
+    is_possible = settings["source"] in ("text", "stdlib")
+    if is_possible and later.items() <= FIXED.items():
+        return {name: settings[name] for name in FORMER}
+    return None
+
+
+def folder_of(config: DataConfig) -> Path:
+    """Return the folder of the tokens that `data.fingerprint` names."""
+    assert config.fingerprint is not None, "decided before there are ranks"
+    return Path(config.root).expanduser() / f"{config.kind}-{config.fingerprint[:8]}"
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def create_folder(recipe: Recipe, folder: Path) -> Index:
+    """Create the folder, if it doesn't exist, and return its index, still without tokens."""
+    folder.mkdir(exist_ok=True)
+    return Index(
+        format=shards.FORMAT,
+        dtype=token_dtype(recipe.tokenizer.vocab_size).newbyteorder("<").str,
+        tokenizer=recipe.tokenizer.to_dict(),
+        fingerprint=recipe.fingerprint,
+        fingerprints=recipe.fingerprints,
+        settings={**recipe.settings, "held_out": recipe.source.held_out},
+        splits=dict.fromkeys(splits_of(recipe.source), shards.Split()),
+    )
+
+
+def splits_of(source: Source) -> tuple[str, ...]:
+    """Return the names of a source's splits."""
+    return SPLITS if source.has_test else SPLITS[:2]
+
+
+def progress(recipe: Recipe, done: int = 0) -> tqdm[Any]:
+    """Return a progress bar that counts bytes and appears only in a terminal."""
+    total = recipe.source.size
+    return tqdm(
+        desc="preparing", total=total, initial=done, unit="B", unit_scale=True, disable=None
+    )
+
+
+def refuse_empty_splits(recipe: Recipe, writers: Mapping[str, SplitWriter]) -> None:
+    """Raise a `UserError` if a split has no tokens, or all have only ends of documents."""
+    source = recipe.source
+    if all(writer.tokens <= writer.documents for writer in writers.values()):  # only ends
+        where = getattr(source, "path", None) or f"data={source.kind}"
+        raise UserError(f"{where} is empty; give it text to train on")
+    for name in reversed(list(writers)):
+        if writers[name].tokens:
+            continue
+        held_out = name
+        remedy = "raise it or use a larger corpus"
+        if name == "train":
+            held_out = "val"
+            remedy = "lower it"
+        fraction = getattr(source, f"{held_out}_fraction")
+        raise UserError(
+            f"data.{held_out}_fraction={fraction} leaves no tokens for the {name} split of "
+            f"{source.kind}; {remedy}"
+        )
+
+
+def describe(folder: Path, index: Index) -> str:
+    """Describe the content of a prepared folder in one line."""
+    held_out = index.settings.get("held_out")
+    documents = [split.documents for split in index.splits.values()]
+    count = sum(documents)
+    if held_out == ENDS:  # each document is in several splits
+        count = max(documents)
+    text = ""
+    if count:
+        text = f": {counted(count, 'document')}"
+        if index.invalid_documents:
+            policy = index.settings.get("invalid_utf8", "replace")
+            rule = f"data.invalid_utf8={policy}; fail says where"
+            text += f" ({index.invalid_documents} not UTF-8: {rule})"
+        size = sum(split.text_bytes for split in index.splits.values()) / 1e6
+        if size:  # unknown of tokens made elsewhere
+            text += f", {size:.1f} MB"
+    tokens = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
+    tokens += " tokens"
+    if held_out:
+        tokens += f"; val has {held_out}"
+    return f"{index.settings['source']}{text} -> {folder} ({tokens})"

@@ -1,0 +1,139 @@
+"""`data=huggingface`: one field of a dataset that the `datasets` library can load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep_gpt.tokens.sources.files import find_files
+from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
+from lockstep_gpt.tokens.sources.parquet import texts_in
+from lockstep_gpt.tokens.sources.source import (
+    Block,
+    Documents,
+    Position,
+    reading,
+    splits_of_texts,
+    to_utf8,
+)
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
+
+ROWS = 256  # that are processed together
+
+
+@dataclass
+class HuggingFaceRows(Documents):
+    """A dataset on the Hugging Face hub or in a folder."""
+
+    kind: ClassVar[str] = "huggingface"
+    added_later: ClassVar[frozenset[str]] = Documents.added_later | {"val_split", "test_split"}
+
+    path: str = setting("name on the hub, or a local folder", "", on_resume="machine")
+    subset: str | None = setting("configuration of the dataset", None)
+    revision: str | None = setting("branch, tag, or commit on the hub; null: newest", None)
+    split: str = setting("the split of the dataset to read", "train")
+    field: str = setting("the field with the text", "text")
+    streaming: bool = setting("tokenize while reading, and don't store the dataset", False)
+    val_split: str | None = setting("its split to validate on; null: val_fraction of `split`", None)
+    test_split: str | None = setting("its split to test on; null: test_fraction of `split`", None)
+
+    @cached_property
+    def _tables(self) -> dict[int, Any]:
+        return {}  # the splits that were loaded, by their number in `parts`
+
+    @property
+    def folder(self) -> Path:
+        """The local folder, if it is one."""
+        return Path(self.path).expanduser()
+
+    def identity(self) -> Any:
+        """Return the files of a folder; for the hub, which isn't queried, only the name.
+
+        So a change of a branch there isn't noticed: name a commit in `data.revision`.
+        """
+        if not self.path:
+            raise UserError("data.path is empty; set it to a name on the hub, or a folder")
+        if self.folder.is_dir():
+            return find_files(str(self.folder)).identity()
+        return self.path
+
+    @property
+    def parts(self) -> list[tuple[str, str | None]]:
+        """Each split of the dataset to read, and our split that it is; None: it is divided."""
+        parts: list[tuple[str, str | None]] = [(self.split, None)]
+        if self.val_split is not None:
+            parts.append((self.val_split, "val"))
+        if self.test_split is not None:
+            parts.append((self.test_split, "test"))
+        return parts
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a split for tests."""
+        return self.test_split is not None or super().has_test
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the field; None for a stream."""
+        if self.streaming:
+            return None
+        sizes: list[int] = [self._rows(part).data.nbytes for part in range(len(self.parts))]
+        return sum(sizes)
+
+    def blocks(self, start: Position) -> Iterator[Block]:
+        """Yield the rows that aren't empty."""
+        after = start
+        for part in range(start.part, len(self.parts)):
+            if part > start.part:
+                after = Position(part, 0, after.read)
+            rows = self._rows(part)
+            if hasattr(rows, "__len__") and after.offset >= len(rows):
+                continue  # `skip` doesn't accept skipping everything
+            with reading(f"data.path={self.path}"):
+                for table in rows.skip(after.offset).with_format("arrow").iter(ROWS):
+                    column = table.column(self.field)
+                    after = Position(part, after.offset + len(table), after.read + column.nbytes)
+                    texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, self.path)
+                    refuse_nul(texts, self.tokenizer, f"data.path={self.path}")
+                    yield Block(after, texts, self._splits(part, texts), invalid)
+
+    def _splits(self, part: int, texts: list[bytes]) -> list[str]:
+        _, split = self.parts[part]
+        if split is not None:
+            return [split] * len(texts)
+        val = self.val_fraction if self.val_split is None else 0.0
+        test = self.test_fraction if self.test_split is None else 0.0
+        return splits_of_texts(texts, val, test)
+
+    def _rows(self, part: int) -> Any:
+        """Load a split of the dataset, or a stream of it, with only the field."""
+        if part not in self._tables:
+            with reading(f"data.path={self.path}"):
+                datasets = import_optional("data=huggingface", "datasets", "huggingface")
+                rows = self._load(datasets, self.parts[part][0])
+                names = rows.column_names or [self.field]
+                if self.field not in names:
+                    raise UserError(
+                        f"data.path={self.path} lacks the field data.field={self.field}; it has "
+                        f"{', '.join(names)}"
+                    )
+                self._tables[part] = rows.select_columns(self.field)
+        return self._tables[part]
+
+    def _load(self, datasets: Any, split: str) -> Any:
+        if any((self.folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(str(self.folder))  # memory-mapped: no second copy
+            return saved[split] if isinstance(saved, dict) else saved
+        path = str(self.folder) if self.folder.is_dir() else self.path
+        return datasets.load_dataset(
+            path,
+            self.subset,
+            split=split,
+            revision=self.revision,
+            streaming=self.streaming,
+        )

@@ -1,0 +1,217 @@
+"""`data=shards`: token files from another program, as nanoGPT and llm.c write them.
+
+Such a `.bin` file is one flat array of tokens. That of llm.c follows a header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep_gpt.tokens import tokenizer_choice
+from lockstep_gpt.tokens.sources.files import File, Files, find_splits
+from lockstep_gpt.tokens.sources.source import Position, Source, TokenBlock, reading
+from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
+
+STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
+
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+# The header of llm.c (dev/data/data_common.py) and of modded-nanogpt (data/fineweb.py): 256
+# integers of 32 bits. The first tells the type of the tokens; the third is their number.
+HEADER = 1024  # bytes
+MAGIC = {20240520: "uint16", 20240801: "uint32"}  # for GPT-2, for Llama 3
+
+TOKENS = ".bin"
+ALONE = "remove it, or name the token files alone, as in data.path=FOLDER/*.bin"
+REMEDIES = {
+    ".txt": "use data=text",
+    ".json": "use data=jsonl",
+    ".jsonl": "use data=jsonl",
+    ".parquet": "use data=parquet",
+    ".npy": "save its array with tofile(), which writes no header, as a .bin file",
+}
+PACKED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file with tokens, and what opens it, which may be a server's file system."""
+
+    file: File
+    open: Callable[..., Any]
+
+
+class TokenReader:
+    """Reads the tokens of an opened file by their numbers.
+
+    Args:
+        raw: the opened file.
+        file: what is known of it.
+        dtype: the type of its tokens if it has no header.
+
+    Raises:
+        UserError: its size is not that of whole tokens, or not what its header says.
+    """
+
+    def __init__(self, raw: BinaryIO, file: File, dtype: str) -> None:
+        self.raw = raw
+        self.skip = 0  # bytes before the first token
+        self.dtype = DTYPES[dtype]
+        start = raw.read(HEADER)
+        words = np.frombuffer(start[: len(start) // 4 * 4], "<i4")
+        if len(words) == HEADER // 4 and int(words[0]) in MAGIC:
+            self.skip = HEADER
+            self.dtype = DTYPES[MAGIC[int(words[0])]]
+            self.tokens = int(words[2])
+            expected = HEADER + self.tokens * self.dtype.itemsize
+            fault = f"{expected:,} with the {self.tokens:,} tokens of its header; download it again"
+        else:
+            self.tokens = file.size // self.dtype.itemsize
+            expected = self.tokens * self.dtype.itemsize
+            fault = f"whole tokens are {expected:,}; download it again, or set data.dtype"
+        if file.size != expected:
+            raise UserError(f"{file.path} of the corpus has {file.size:,} bytes, but {fault}")
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return the tokens from `start` up to `stop`, of the file's own type.
+
+        Raises:
+            ValueError: the file became shorter.
+        """
+        itemsize = self.dtype.itemsize
+        count = stop - start
+        self.raw.seek(self.skip + start * itemsize)
+        return np.frombuffer(self.raw.read(count * itemsize), self.dtype, count)
+
+
+@dataclass
+class TokenFiles(Source):
+    """Token files from another program: first those to train on, then those held out."""
+
+    kind: ClassVar[str] = "shards"
+    added_later: ClassVar[frozenset[str]] = Source.added_later | {"test_path"}
+
+    path: str = setting("a file, a folder, a glob, or a URL", "", on_resume="machine")
+    val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
+    dtype: str = setting(
+        "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
+    )
+    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=10**7)
+    tokenizer: str = setting(
+        "the tokens' byte-level BPE: gpt2, file, folder, or hub name; numbers: no tokenizer",
+        "numbers",
+    )
+    test_path: str | None = setting("test files; null: test_fraction of each 2^20 tokens", None)
+
+    @cached_property
+    def file_groups(self) -> list[Files]:
+        """The files of `path`, of `val_path`, and of `test_path`."""
+        return find_splits(self.path, self.val_path, self.test_path)
+
+    @cached_property
+    def parts(self) -> list[TokenFile]:
+        """All files, in the order in which they are read.
+
+        Raises:
+            UserError: one is not a `.bin` file.
+        """
+        parts = [TokenFile(file, group.open) for group in self.file_groups for file in group.files]
+        for part in parts:
+            _refuse_other(part.file.path)
+        return parts
+
+    @property
+    def size(self) -> int | None:
+        """The bytes of all files."""
+        return sum(part.file.size for part in self.parts)
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a split for tests."""
+        return self.test_path is not None or super().has_test
+
+    def identity(self) -> Any:
+        """Return the identity of the files, by split."""
+        by_split = {group.split: group.identity() for group in self.file_groups}
+        identities = [by_split[None], by_split.get("val")]
+        if "test" in by_split:
+            identities.append(by_split["test"])
+        return identities
+
+    def tokenizer_identity(self) -> Any:
+        """Return the identity of the tokenizer that `data.tokenizer` names."""
+        return tokenizer_choice.identity(self.tokenizer)
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that made the tokens.
+
+        Raises:
+            UserError: its vocabulary has another size.
+        """
+        return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
+
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:
+        """Yield the tokens, file by file; where reading starts doesn't move the cuts.
+
+        Raises:
+            UserError: a file is damaged, or has tokens outside the vocabulary.
+        """
+        read = start.read
+        for number in range(start.part, len(self.parts)):
+            part = self.parts[number]
+            offset = start.offset_in(number)
+            path = part.file.path
+            with reading(path), part.open(path, "rb") as raw:
+                reader = TokenReader(raw, part.file, self.dtype)
+                while offset < reader.tokens:
+                    split, end = self._end(part.file, offset, reader.tokens)
+                    ids = reader.read(offset, end)
+                    if ids.max() >= self.vocab_size:
+                        raise UserError(
+                            f"{path} of the corpus has the token {ids.max()}, but data.vocab_size="
+                            f"{self.vocab_size}; raise it, or change data.dtype"
+                        )
+                    offset = end
+                    read += ids.nbytes
+                    stored = ids.astype(token_dtype(self.vocab_size))
+                    yield TokenBlock(Position(number, offset, read), split, stored)
+
+    def _end(self, file: File, offset: int, total: int) -> tuple[str, int]:
+        """Return the split of token `offset`, and where the split changes or the stretch ends."""
+        first = offset // STRETCH * STRETCH
+        last = min(first + STRETCH, total)
+        if file.split is not None:
+            return file.split, last
+        test = 0.0 if self.test_path is not None else self.test_fraction
+        val = 0.0 if self.val_path is not None else self.val_fraction
+        test_from = last - round((last - first) * test)
+        val_from = test_from - round((last - first) * val)
+        if offset < val_from:
+            return "train", val_from
+        if offset < test_from:
+            return "val", test_from
+        return "test", last
+
+
+def _refuse_other(path: str) -> None:
+    """Raise a `UserError` if the name of a file is not that of token files."""
+    name = path.partition("?")[0].rpartition("/")[2].lower()  # a URL may end with a query
+    if name.endswith(TOKENS):
+        return
+    remedy = ALONE
+    for packed in PACKED:
+        if name.endswith(packed):
+            remedy = "unpack it"
+            name = name.removesuffix(packed)
+    for ending, better in REMEDIES.items():
+        if name.endswith(ending):
+            remedy = better
+    raise UserError(f"{path} is not a token file, whose name ends with {TOKENS}; {remedy}")

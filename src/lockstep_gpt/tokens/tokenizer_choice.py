@@ -1,0 +1,155 @@
+"""The tokenizer that `data.tokenizer` names, and the one that a run or a folder has kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep_gpt.tokens import own_tokenizer
+from lockstep_gpt.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
+from lockstep_gpt.tokens.rank_files import from_ranks
+from lockstep_gpt.tokens.sealed_json import hash_of_file
+from lockstep_gpt.tokens.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    NumberTokenizer,
+    Tokenizer,
+)
+from lockstep_gpt.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
+from lockstep_gpt.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
+PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
+
+
+def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names; `bpe` and your own train on `texts`.
+
+    Raises:
+        UserError: it can't be found or loaded, or isn't byte-level.
+    """
+    if name == ByteTokenizer.kind:
+        return ByteTokenizer()
+    if names_class(name):
+        return own_tokenizer.train_tokenizer(name, vocab_size, texts)
+    if name == BytePairTokenizer.kind:
+        assert vocab_size is not None, "the settings have a default"
+        tokenizer = learn(texts, vocab_size)
+        learned = tokenizer.get_vocab_size()
+        if learned < vocab_size:
+            logger.warning(
+                "data.vocab_size=%d is more than this corpus gives: no pair of tokens is left to "
+                "join after %d, so the model's vocabulary is %d; add text, or raise "
+                "data.tokenizer_mb",
+                *(vocab_size, learned, learned),
+            )
+    else:
+        tokenizer = _loaded(name)
+    vocabulary = tokenizer.get_vocab()
+    values = {"kind": BytePairTokenizer.kind, "vocab_size": max(vocabulary.values()) + 1}
+    ends = [vocabulary[end] for end in ENDS if end in vocabulary]
+    values |= {"end_of_text": [*ends, 0][0], "json": tokenizer.to_str()}
+    result = BytePairTokenizer(values)
+    try:
+        restores = result.decode(result.encode(PROBE)) == PROBE
+    except Exception as error:  # the library checks some of a file's values only here
+        raise _unloadable(name, error) from error
+    if not ends or not restores:
+        raise UserError(
+            f"data.tokenizer={name} lacks {END_OF_TEXT} or does not restore every text; use "
+            "a byte-level one, such as GPT-2's"
+        )
+    return result
+
+
+def of_size(name: str, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of data that are tokens already.
+
+    Raises:
+        UserError: its vocabulary has another size.
+    """
+    if name == NumberTokenizer.kind:
+        return NumberTokenizer(vocab_size)
+    tokenizer = make_tokenizer(name, None, ())
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is not that of data.tokenizer={name}; set "
+            f"data.vocab_size={tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def names_class(name: str) -> bool:
+    """Return whether `data.tokenizer` names a class, not a file."""
+    return own_tokenizer.is_class_path(name) and not tokenizer_files(name)
+
+
+def _loaded(name: str) -> Any:
+    """Load a file, a folder with files of the usual names, GPT-2's files, or a name on the hub."""
+    import tokenizers
+
+    files = tokenizer_files(name) or hub_files(name)
+    try:
+        if files[0].suffix == RANKS:
+            return from_ranks(files[0])
+        if len(files) == 2:
+            return byte_level(tokenizers.models.BPE.from_file(*map(str, files)))
+        return tokenizers.Tokenizer.from_file(str(files[0]))
+    except UserError:
+        raise
+    except Exception as error:  # the library doesn't have its own error class
+        raise _unloadable(name, error) from error
+
+
+def _unloadable(name: str, error: Exception) -> UserError:
+    """Return the error for a tokenizer whose files can't be read, or are damaged."""
+    file = next((path.name for path in tokenizer_files(name)), "its files")
+    reason = " ".join(str(error).split())
+    return UserError(
+        f"data.tokenizer={name} cannot be loaded ({reason}); copy {file} again, or "
+        "give bytes, bpe, gpt2, a tokenizer.json, a folder with one or with vocab.json and "
+        "merges.txt, or a name on the hub"
+    )
+
+
+def identity(name: str, *sizes: int | None) -> list[Any]:
+    """Return what determines the tokens: hashes of files, or the name.
+
+    For `bpe` and for a class, which are trained, also the sizes; for a class, also its source.
+
+    Raises:
+        UserError: a file can't be read.
+    """
+    if names_class(name):
+        return [name, own_tokenizer.source_hash(name), *sizes]
+    try:
+        files = [hash_of_file(path) for path in tokenizer_files(name)]
+    except OSError as error:
+        raise _unloadable(name, error) from error
+    parts: list[Any] = [files or name]
+    if name == BytePairTokenizer.kind:
+        parts += sizes
+    return parts
+
+
+def from_dict(values: dict[str, Any]) -> Tokenizer:
+    """Rebuild the tokenizer that `to_dict` described; raise a `UserError` for an unknown kind."""
+    match values.get("kind"):
+        case ByteTokenizer.kind:
+            return ByteTokenizer()
+        case BytePairTokenizer.kind:
+            return BytePairTokenizer(values)
+        case NumberTokenizer.kind:
+            return NumberTokenizer(int(values["vocab_size"]))
+        case str(kind) if own_tokenizer.is_class_of_package(kind):
+            return own_tokenizer.load_class(kind)(values)
+        case kind:
+            classes = (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
+            known = ", ".join(tokenizer.kind for tokenizer in classes)
+            raise UserError(
+                f"tokenizer kind {kind!r} is not one of {known}; use the version of "
+                "lockstep-gpt that wrote it, with its extras"
+            )
