@@ -1,0 +1,63 @@
+"""One run: on this machine's devices, under torchrun or srun, or on several machines."""
+
+import lockstep
+import torch
+from hydra.utils import instantiate
+from lightning import LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from lockstep_gpt import CONFIGS
+from lockstep_gpt.module import count_targets
+
+
+def build(
+    cfg: DictConfig, run: lockstep.Run
+) -> tuple[LightningModule, LightningDataModule, Trainer]:
+    """Return what Lightning trains with; a notebook calls this with `lockstep.Run.alone()`."""
+    batch = instantiate(cfg.batch).spread_over(run.ranks)  # the experiment's, not a device's
+    data = lockstep.build(cfg.data, batch=batch, seed=cfg.seed, run=run)
+    peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
+    schedule = instantiate(cfg.schedule, steps=cfg.max_steps, peak=peak)
+    torch.manual_seed(cfg.seed)  # all ranks draw the same initial weights
+    vocab_size = getattr(data, "vocab_size", None)
+    module = lockstep.build(cfg.module, schedule=schedule, vocab_size=vocab_size)
+    if cfg.init_from is not None and not run.has_begun:
+        lockstep.load_weights(cfg.init_from, module.model)
+    counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
+    trainer = lockstep.build(
+        cfg.trainer,
+        **batch.trainer_arguments(cfg.val_every),  # accumulation, no sampler of Lightning's
+        max_steps=cfg.max_steps,
+        precision=cfg.precision,
+        log_every_n_steps=cfg.log_every,
+        strategy=lockstep.build(cfg.strategy, batch=batch),  # adds gradients
+        logger=run.loggers(cfg.logger, lr=peak, global_batch_size=batch.global_size),
+        callbacks=[  # what takes part in a run, in order
+            lockstep.ValidateEvery(cfg.val_every),
+            lockstep.MicroBatchSeeds(cfg.seed),
+            *counting,
+            lockstep.Metrics(batch, every=cfg.log_every, peak_tflops=cfg.peak_tflops),
+            *lockstep.instantiate_all(cfg.callbacks),  # yours
+            lockstep.Guards(run, **cfg.guard),
+            lockstep.ClipAndSkip(cfg.clip_norm, max_skipped=cfg.max_skipped),
+            lockstep.GracefulStop(),
+            lockstep.Checkpoints(run, **cfg.checkpoint),
+            lockstep.StateInMemory(run, every=cfg.memory),
+        ],
+        plugins=run.plugins,
+        default_root_dir=run.path,
+    )
+    run.announce(trainer, data, batch, schedule)
+    return module, data, trainer
+
+
+@lockstep.main(str(CONFIGS), "train")  # in hydra.main's place
+def main(cfg: DictConfig, run: lockstep.Run) -> float:
+    """Train to the end as one rank; return the metric that a sweep compares."""
+    module, data, trainer = build(cfg, run)
+    trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
+    return run.finish(trainer, metric=cfg.checkpoint.monitor)
+
+
+if __name__ == "__main__":
+    main()
