@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.tokenizer import Tokenizer, printable
-from lockstep_gpt.tokens.windows import read_windows
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.model.sampling import check_sampling
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.settings import not_a_config
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.tokenizer import Tokenizer, printable
+from lockstep_gpt.tokens.windows import read_windows
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
 """One run: on this machine's devices, under torchrun or srun, or on several machines."""
 
-import lockstep
 import torch
 from hydra.utils import instantiate
 from lightning import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
+import lockstep
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.module import count_targets
 
@@ -38,10 +38,10 @@ def build(
             *counting,
             lockstep.Metrics(batch, every=cfg.log_every, peak_tflops=cfg.peak_tflops),
             *lockstep.instantiate_all(cfg.callbacks),  # yours
-            lockstep.Guards(run, **cfg.guard),
+            lockstep.build(cfg.guard, run=run),
             lockstep.ClipAndSkip(cfg.clip_norm, max_skipped=cfg.max_skipped),
             lockstep.GracefulStop(),
-            lockstep.Checkpoints(run, **cfg.checkpoint),
+            lockstep.build(cfg.checkpoint, run=run),
             lockstep.StateInMemory(run, every=cfg.memory),
         ],
         plugins=run.plugins,

@@ -10,13 +10,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
 from lockstep_gpt.distributed.strategies import auto
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
+from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.training import rank_output
 from lockstep_gpt.training.building import counted_targets
 

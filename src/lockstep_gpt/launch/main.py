@@ -183,7 +183,7 @@ class Jobs:
         value: Any = math.nan
         try:
             with refusing_long_names():
-                status, value = run_job(self.program, config)
+                status, value = run_job(self.program, config, self.words)
         except (UserError, RunError) as error:
             processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
@@ -203,9 +203,16 @@ class Jobs:
         return "\n".join(lines)
 
 
-def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
-    """Run a program with one configuration; return its exit status and its function's value."""
+def run_job(program: Program, config: DictConfig, words: Sequence[str]) -> tuple[int, Any]:
+    """Run a program with one configuration; return its exit status and its function's value.
+
+    Args:
+        program: what runs.
+        config: as it is composed.
+        words: of the command line that has composed it.
+    """
     values = composed.values_to_freeze(config)
+    composed.refuse_other_kinds(program.source, [*words], values)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
     is_new = values.get("run_dir") is None and composed.is_named_after_time()

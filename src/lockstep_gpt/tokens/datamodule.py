@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning
 import torch
 
-from lockstep_gpt.tokens import shards
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading.loaders import (
     EvalLoader,
     Joined,
@@ -15,6 +15,7 @@ from lockstep_gpt.loading.loaders import (
     train_loader,
 )
 from lockstep_gpt.loading.order import Order
+from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.packing import Packing, Stream
 from lockstep_gpt.tokens.windows import (
     Batch,
@@ -23,7 +24,6 @@ from lockstep_gpt.tokens.windows import (
     Windows,
     move_to_device,
 )
-from lockstep_gpt.errors import UserError
 
 # Training windows of each part, windows of the whole run, tokens of a window, seed -> order.
 MakeOrder = Callable[[Mapping[str, int], int, int, int], Order]

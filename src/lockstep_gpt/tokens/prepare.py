@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.tokens import build, shards
 from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.recipe import (
@@ -25,7 +26,6 @@ from lockstep_gpt.tokens.recipe import (
     recipe_of,
 )
 from lockstep_gpt.tokens.tokenizer import NumberTokenizer
-from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import counted
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.shards import Index
@@ -19,8 +21,6 @@ from lockstep_gpt.tokens.sources.file_documents import ENDS
 from lockstep_gpt.tokens.sources.source import SPLITS, Source
 from lockstep_gpt.tokens.split_writer import SplitWriter
 from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import counted
 
 # Left out of the settings' digest: the tokenizer's identity replaces the first three; the others
 # are a result, and the class, whose `kind` stays when it moves.

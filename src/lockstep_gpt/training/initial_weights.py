@@ -12,13 +12,13 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ranks import ranks_unlike_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.settings import as_typed
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training.trained_model import load_named_model
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lockstep_gpt import PROGRAM, catalog
 from lockstep_gpt.config import Config, from_container
-from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.directory import literal
 from lockstep_gpt.run.source_code import changes_since
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.language_model import LanguageModel

@@ -9,9 +9,9 @@ import yaml
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.damaged_files import read_informative_object
-from lockstep_gpt.tokens.data_settings import data_class
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.run.loggers.tracking import git_state
+from lockstep_gpt.tokens.data_settings import data_class
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
 MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export

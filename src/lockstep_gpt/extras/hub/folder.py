@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training.trained_model import load_model, parser_of, with_newest
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.tokens.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.layouts import (
     Layout,
@@ -22,6 +20,8 @@ from lockstep_gpt.extras.hub.layouts import (
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.training.initial_weights import POSITIONS, PROBE
 
 WEIGHTS = "model.safetensors"

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.errors import UserError
@@ -31,6 +30,7 @@ from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
 from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training.counted_targets import CountTargets
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import order
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
