@@ -132,7 +132,7 @@ class Batch:
         the global batch grows with the devices.
 
         Args:
-            devices: ranks of a node; or all ranks, such as `Run.ranks`, of which each knows `nodes`.
+            devices: ranks of a node; or all ranks, such as `Run.ranks`, with their nodes.
             nodes: machines.
             tensor_parallel: ranks that split a model, and have the same samples.
 
@@ -275,7 +275,6 @@ class Batch:
             "num_sanity_val_steps": 0,
             "inference_mode": False,
         }
-
 
     def receipt_lines(self) -> dict[str, str]:
         """Return what a run says of its batch, and of what is equal on other devices."""

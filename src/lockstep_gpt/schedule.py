@@ -88,7 +88,6 @@ class Schedule:
             ahead = (1 - math.cos(math.pi * ahead)) / 2
         return self.final_fraction + (1 - self.final_fraction) * ahead
 
-
     def receipt_lines(self) -> dict[str, str]:
         """Return what a run says of its rate."""
         line = f"{counted(self.steps, 'step')}: {self.warmup_steps:,} of warmup to {self.peak:g}"

@@ -1,6 +1,6 @@
 """DDP: every rank has the whole model, and gradients are added while backward runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -46,6 +46,7 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
     ) -> None:
         super().__init__(exact_threads=exact_threads, **arguments)
         self.split_graph = split_graph
+        self._settings = arguments
         self._bucket_mb = arguments.get("bucket_cap_mb", LEAST_CUT_MB)
         self.comm_hook = comm_hook
         self._compiling = ExitStack()
@@ -71,6 +72,10 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
     def loses_error(self) -> bool:
         """Whether the exchange of gradients has an error of earlier steps, which no state has."""
         return self.comm_hook is not None and self.comm_hook[0] is not None
+
+    def copies_gradients(self, accumulation: int) -> bool:
+        """Return whether buckets are a second copy, in steps of so many micro-batches."""
+        return has_bucket_copies(self._settings, accumulation)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -194,6 +199,18 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
         super().on_exception(exception)
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)
+
+
+def has_bucket_copies(settings: Mapping[str, Any], accumulation: int) -> bool:
+    """Return whether DDP's buckets are a second copy of a rank's gradients.
+
+    Args:
+        settings: arguments of `DistributedDataParallel`.
+        accumulation: micro-batches of a rank in one step.
+    """
+    if not settings.get("gradient_as_bucket_view", True):
+        return True
+    return accumulation > 1 and bool(settings.get("find_unused_parameters", False))
 
 
 def refuse_unsynchronized(model: nn.Module | None, device: torch.device, world_size: int) -> None:

@@ -23,9 +23,6 @@ from torch import Tensor, nn
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.loading.own_loaders import OwnLoaders
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.ranks import Ranks
@@ -33,11 +30,12 @@ from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.model.model_settings import build_gpt
+from lockstep_gpt.module import GPTModule
 from lockstep_gpt.processes import limit_exit
 from lockstep_gpt.registry import CALLBACKS, MODEL, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
-from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.validation import ValidateEvery
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
@@ -48,9 +46,10 @@ from lockstep_gpt.run.loggers.tracking import (
     tracked_runs,
 )
 from lockstep_gpt.schedule import Schedule, scaled_lr
-from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.training.clipping import ClipAndSkip
 from lockstep_gpt.training.counted_targets import CountTargets
-from lockstep_gpt.module import GPTModule
 from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.replays import Replays
 from lockstep_gpt.training.seeds import MicroBatchSeeds
@@ -148,11 +147,8 @@ def build_guards(
         guards += make_callbacks(config, directory, rank, terminal)
     guards.append(
         Guards(
-            directory,
             stall_after=config.guard.stall_after,
             replicas_every=config.guard.replicas_every,
-            timeout=config.longest_wait,
-            terminal=terminal,
         )
     )
     return guards
@@ -337,16 +333,12 @@ def build_metrics(
     config: Config, batch: Batch, tokens_per_sample: int, model: LanguageModel | None
 ) -> Metrics:
     """Return what measures the run; of a `model` that is no GPT, the FLOPs are unknown."""
-    peak = None
-    if model is not None:
-        peak = config.peak_tflops or peak_here(config.trainer["accelerator"], config.precision)
     return Metrics(
+        batch,
         config.log_every,
-        batch.global_size * tokens_per_sample or None,
+        tokens_per_sample or None,
         model.flops_per_token if model else 0.0,
-        None if peak is None else peak * batch.world_size,
-        config.compile,
-        samples_per_step=batch.global_size,
+        config.peak_tflops,
     )
 
 
@@ -356,7 +348,7 @@ def updating(config: Config) -> list[Callback]:
     The Trainer clips those of the user's module, if `trainer.gradient_clip_val` is set.
     """
     max_norm = config.optim.clip_norm if config.trains_gpt else None
-    return [ClipAndSkip(max_norm, config.guard.max_skipped), FreeGradients()]
+    return [ClipAndSkip(max_norm, config.guard.max_skipped)]
 
 
 def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> list[Callback]:
@@ -366,7 +358,6 @@ def beginning(config: Config, metrics: Metrics, data: LightningDataModule) -> li
         MicroBatchSeeds(config.seed),
         metrics,
         *counting(config, data),
-        OwnLoaders(),
     ]
 
 
@@ -457,11 +448,7 @@ def needs_tokenizer(node: dict[str, Any]) -> bool:
 def build_strategy(config: Config, ranks: Ranks) -> Strategy:
     """Build the strategy, or raise a `UserError` if it can't add gradients as it should."""
     is_exact = config.batch.exact_micro_size is not None
-    known = {
-        "accelerator": config.trainer["accelerator"],
-        "world_size": ranks.world_size,
-        "exact_threads": config.batch.exact_threads if is_exact else None,
-    }
+    known = {"batch": batch_here(config, ranks)}
     strategy: Strategy = build(config.strategy, known)
     if is_exact and not isinstance(strategy, AddsGradients):
         raise UserError(
@@ -469,6 +456,12 @@ def build_strategy(config: Config, ranks: Ranks) -> Strategy:
             "an order of its own; set strategy=auto or strategy=ddp"
         )
     return strategy
+
+
+def batch_here(config: Config, ranks: Ranks) -> Batch:
+    """Return the batch as these ranks share it."""
+    places = (ranks.local_world_size, ranks.num_nodes)
+    return config.batch.build().spread_over(*places, config.tensor_parallel)
 
 
 def with_environment(plugins: Iterable[Any], ranks: Ranks) -> list[Any]:

@@ -8,13 +8,13 @@ from torch import nn
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.packing import packing_of
-from lockstep_gpt.distributed.exact_sizes import has_bucket_copies, sums_line
+from lockstep_gpt.distributed.ddp import has_bucket_copies
 from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.run.callbacks.step import InReceipt
 from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.settings import counted
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.packing import packing_of
 from lockstep_gpt.torch_patches import BatchNorm
 from lockstep_gpt.training.building import parameters_of
 
@@ -56,14 +56,7 @@ def receipt_lines(
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')}"
         + (f" = {tokens:,} tokens per step" if tokens else " per step"),
-        "sums": sums_line(
-            batch.global_size,
-            batch.micro_size,
-            batch.accumulation,
-            is_exact=batch.is_exact,
-            grows=batch.grows,
-            accelerator=config.trainer["accelerator"],
-        ),
+        "sums": batch.receipt_lines()["sums"],
         **details,
         "budget": in_steps(config.max_steps) + _in_epochs(epochs),
     }

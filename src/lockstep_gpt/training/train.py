@@ -15,8 +15,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lockstep_gpt import stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config, as_values
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.matrix_products import (
     choose_matrix_products,
@@ -30,15 +28,14 @@ from lockstep_gpt.distributed.ranks import (
     leave,
     lost_peers,
 )
-from lockstep_gpt.distributed.strategies import is_sharded
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.model_settings import build_gpt
+from lockstep_gpt.module import GPTModule
+from lockstep_gpt.optim import moment_bytes
 from lockstep_gpt.processes import refuse_as_program
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
@@ -55,7 +52,7 @@ from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.memory.files import KeptState
-from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
+from lockstep_gpt.run.memory.writer import MemoryWriter
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
 from lockstep_gpt.run.resuming import (
@@ -64,7 +61,10 @@ from lockstep_gpt.run.resuming import (
     refuse_other_directory,
     state_to_resume,
 )
+from lockstep_gpt.sample import prompt_from
 from lockstep_gpt.schedule import Schedule
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training import ending, receipt
 from lockstep_gpt.training.batches import (
     build_data,
@@ -86,11 +86,8 @@ from lockstep_gpt.training.building import (
     updating,
 )
 from lockstep_gpt.training.initial_weights import load_initial_weights
-from lockstep_gpt.module import GPTModule
-from lockstep_gpt.optim import moment_bytes
 from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
-from lockstep_gpt.sample import prompt_from
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +168,7 @@ def assemble(
     # Weights: those of the run's newest state, in memory or on disk, or initial ones.
     hashes = WeightHashes()
     disk = build_disk(config, directory, hashes)
-    writer = build_writer(config, directory, ranks)
+    writer = None
     resume = weights_to_begin_with(directory, config, module, tokenizer, writer)
     disk.verified = resume
     is_ours = isinstance(data, TokenDataModule)
@@ -182,9 +179,8 @@ def assemble(
     metrics_file = MetricsFile(directory.metrics, columns_of(tokens))
     checkpoints = build_checkpoints(directory, config, batch, tokens, tokenizer)
     guards = build_guards(directory, config, ranks.rank, terminal)
-    memory = build_memory(config, checkpoints, hashes, writer)
-    stop = GracefulStop(checkpoints, memory.turns, config.longest_wait)
-    saving = [unfit, hashes, Arithmetic(), stop, checkpoints, memory]
+    stop = GracefulStop(checkpoints, timeout=config.longest_wait)
+    saving = [unfit, hashes, Arithmetic(), stop, checkpoints]
     peak_lr = schedule.peak if schedule else None
     loggers = build_loggers(trackers, directory, config, batch, tokens, peak_lr, model)
     trainer = build_trainer(
@@ -200,7 +196,6 @@ def assemble(
         max_steps=config.max_steps,
         use_distributed_sampler=not is_ours,
     )
-    memory.prepare(trainer.strategy, bytes_of_state(config, model), resume)
     made = (batch, tokens, schedule, data, tokenizer, module, resume)
     return Training(directory, config, ranks.rank, *made, metrics, metrics_file, trainer, products)
 
@@ -301,33 +296,6 @@ def fetch_copy(config: Config, directory: RunDirectory) -> VerifiedCheckpoint | 
     if not copy_to:
         return None
     return fetch(directory, config.run_dir or directory.path, copy_to, force=config.resume_force)
-
-
-def build_writer(config: Config, directory: RunDirectory, ranks: Ranks) -> MemoryWriter | None:
-    """Return what writes this machine's states in memory, on the ranks that do."""
-    if config.checkpoint.memory is False or config.trainer.get("fast_dev_run"):
-        return None
-    return writer_of(
-        directory,
-        ranks,
-        sharded=is_sharded(config.strategy.get("_target_"), ranks.world_size),
-        tensor_parallel=config.tensor_parallel,
-        timeout=config.longest_wait,
-    )
-
-
-def build_memory(
-    config: Config, checkpoints: Checkpoints, hashes: WeightHashes, writer: MemoryWriter | None
-) -> StateInMemory:
-    """Return what keeps the newest state in memory."""
-    return StateInMemory(
-        checkpoints,
-        hashes,
-        writer,
-        every=config.checkpoint.memory,
-        loses_error=config.loses_error,
-        saves_parts=config.saves_parts,
-    )
 
 
 def batch_of(config: Config, ranks: Ranks) -> Batch:
