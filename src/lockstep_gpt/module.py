@@ -42,6 +42,11 @@ class GPTModule(LightningModule):
         self.val_loss = Mean("val/loss", also={"val/perplexity": perplexity})
         self.test_loss = Mean("test/loss", also={"test/perplexity": perplexity})
 
+    @property
+    def flops_per_token(self) -> int:
+        """Operations of the forward and backward pass, for `lockstep.Metrics`."""
+        return self.model.flops_per_token
+
     def configure_model(self) -> None:
         """Compile the model, or shard its blocks, as the strategy does it."""
         place(self.model, self.trainer.strategy, compiled=self.compiled)

@@ -14,7 +14,8 @@ def build(
     cfg: DictConfig, run: lockstep.Run
 ) -> tuple[LightningModule, LightningDataModule, Trainer]:
     """Return what Lightning trains with; a notebook calls this with `lockstep.Run.alone()`."""
-    batch = instantiate(cfg.batch).spread_over(run.ranks)  # the experiment's, not a device's
+    tensor_parallel = cfg.strategy.get("tensor_parallel", 1)  # ranks that share samples
+    batch = instantiate(cfg.batch).spread_over(run.ranks, tensor_parallel=tensor_parallel)
     data = lockstep.build(cfg.data, batch=batch, seed=cfg.seed, run=run)
     peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
     schedule = instantiate(cfg.schedule, steps=cfg.max_steps, peak=peak)

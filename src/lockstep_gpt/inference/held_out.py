@@ -22,7 +22,6 @@ from lockstep_gpt.training.building import counted_targets
 
 # Lightning also says that callbacks of training are absent.
 NOISE = [*rank_output.NOISE, r".*callbacks used to create the checkpoint.*"]
-LONGEST_WAIT = 1800.0  # seconds for another rank
 
 
 def measured(
@@ -130,13 +129,7 @@ def trainer_for(
         accelerator=accelerator,
         devices=ranks.local_world_size,
         num_nodes=ranks.num_nodes,
-        strategy=auto(
-            accelerator=accelerator,
-            world_size=ranks.world_size,
-            process_group_backend=None,
-            timeout_seconds=LONGEST_WAIT,
-            comm_hook="none",
-        ),
+        strategy=auto(),
         precision="64-true" if is_double else "32-true",
         callbacks=callbacks,
         plugins=plugins,

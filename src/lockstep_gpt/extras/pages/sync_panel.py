@@ -106,7 +106,7 @@ class SyncPanel(StepCallback):
                 "callbacks=sync_panel averages in the order of ddp, but batch.exact_micro_size "
                 "adds in another; remove one of them"
             )
-        if isinstance(strategy, DDPStrategy) and strategy.is_lossy:
+        if isinstance(strategy, DDPStrategy) and strategy.loses_error:
             raise UserError(
                 "callbacks=sync_panel records averages, but strategy.comm_hook=powersgd makes "
                 "approximations that depend on every step before; remove one of them"
