@@ -22,16 +22,17 @@ def setting(
     *,
     choices: tuple[str, ...] = (),
     on_resume: str | None = None,
+    decides: bool = True,
     **limits: float,
 ) -> Any:
     """Declare a setting by its `meaning`; without a `default`, a preset or the user must set it.
 
     On resume, it is `kept` by the run, decided by the `machine`, or `free`; None: as in its class.
-    The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
+    Of a source of tokens, it `decides` them, or only how and where they are made. The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
     metadata = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "decides": decides})
 
 
 def not_a_config(kind: type[Kind]) -> type[Kind]:

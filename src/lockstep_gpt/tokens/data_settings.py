@@ -41,7 +41,7 @@ class DataConfig(Checked):
                 "is at the URL into it",
             )
         if self.val_fraction + self.test_fraction >= 1:
-            self.refuse("test_fraction", f"and data.val_fraction={self.val_fraction} leave nothing")
+            self.refuse("test_fraction", f"and data.source.val_fraction={self.val_fraction} leave nothing")
         if not self._target_:  # made in code
             self._target_ = f"{type(self).__module__}.{type(self).__name__}"
 

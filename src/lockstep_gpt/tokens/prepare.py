@@ -109,8 +109,8 @@ def _refuse_other_vocabulary(config: DataConfig, folder: Path) -> None:
     if tokenizer["vocab_size"] != wanted:
         size = tokenizer["vocab_size"]
         raise UserError(
-            f"data.vocab_size={wanted}: {folder} was prepared with {size}; set "
-            f"data.vocab_size={size}, or delete the folder to prepare it again"
+            f"data.source.vocab_size={wanted}: {folder} was prepared with {size}; set "
+            f"data.source.vocab_size={size}, or delete the folder to prepare it again"
         )
 
 
