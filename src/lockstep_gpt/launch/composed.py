@@ -151,14 +151,16 @@ def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> 
 
 def with_arguments(source: Source, words: list[str]) -> list[str]:
     """Let Hydra accept arguments of classes that their YAML files don't list, as if with a `+`."""
-    values = composition(source, [word for word in words if _is_choice(word)]) or {}
+    values = composition(source, choices_among(source, words)) or {}
     known = {name for name, _ in flat(values)}
     return [f"++{word}" if _is_unlisted(word, values, known) else word for word in words]
 
 
-def _is_choice(word: str) -> bool:
-    """Return whether a word chooses a file of a group, and doesn't set a value."""
-    return "=" in word and "." not in word.partition("=")[0] and not word.startswith("-")
+def choices_among(source: Source, words: list[str]) -> list[str]:
+    """Return the words that choose a file of a group."""
+    folder = _folder_of(source)
+    names = {word: word.partition("=")[0].lstrip("+") for word in words if "=" in word}
+    return [word for word, name in names.items() if name and (folder / name).is_dir()]
 
 
 def _is_unlisted(word: str, values: dict[str, Any], known: Collection[str]) -> bool:
@@ -227,7 +229,7 @@ def _unknown_choice(error: MissingConfigException) -> str | None:
 
 def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     """Return the end of a line that suggests the nearest setting, of what all others compose."""
-    known = known_settings(source, [word for word in words if _is_choice(word)])
+    known = known_settings(source, choices_among(source, words))
     if not known:
         return ""
     last = name.rpartition(".")[2]
@@ -243,8 +245,7 @@ def known_settings(source: Source, words: list[str]) -> list[str]:
     values = composition(source, words)
     if values is None:
         return []
-    folder = Path(inspect.getfile(source.function)).parent / str(source.config_path)
-    groups = [path.name for path in folder.iterdir() if path.is_dir()]
+    groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
     return [*groups, *(name for name, _ in flat(values))]
 
 
@@ -257,17 +258,20 @@ def composition(source: Source, words: list[str]) -> dict[str, Any] | None:
 def _composition(source: Source, words: tuple[str, ...]) -> dict[str, Any] | None:
     if source.config_name is None or source.config_path is None:
         return None
-    folder = Path(inspect.getfile(source.function)).parent / source.config_path
     hydra_before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(folder.resolve()), version_base=source.version_base):
+        with hydra.initialize_config_dir(str(_folder_of(source)), version_base=source.version_base):
             config = hydra.compose(source.config_name, [*words])
     except (*COMPOSING, OSError):  # `pkg://`, or another mistake in the words
         return None
     finally:
         GlobalHydra.instance().hydra = hydra_before
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+
+
+def _folder_of(source: Source) -> Path:
+    return (Path(inspect.getfile(source.function)).parent / (source.config_path or "")).resolve()
 
 
 def is_named_after_time() -> bool:
