@@ -196,7 +196,7 @@ def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = 
 def choices_among(source: Source, words: list[str]) -> list[str]:
     """Return the words that choose a file of a group."""
     folder = _folder_of(source)
-    names = {word: word.partition("=")[0].lstrip("+") for word in words if "=" in word}
+    names = {word: re.split("[=@]", word)[0].lstrip("+") for word in words if "=" in word}
     return [word for word, name in names.items() if name and (folder / name).is_dir()]
 
 
