@@ -5,9 +5,8 @@ Each group's class is beside the code that it configures, in a file that ends wi
 
 import math
 from dataclasses import Field, field, fields
-from importlib.util import find_spec
 from operator import ge, gt, le, lt
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from omegaconf import MISSING
 
@@ -86,22 +85,6 @@ class Checked:
         check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
 
 
-class HasExtras(Protocol):
-    """A run's settings, as far as a group of an extra is concerned."""
-
-    of_extras: dict[str, Any]  # group -> its instance
-
-
-class ExtraSettings(Checked):
-    """A group of settings of its own that an extra adds; see `registry.SETTINGS`."""
-
-    @classmethod
-    def of(cls, config: HasExtras) -> Self:
-        """Return these settings of a run; the defaults if the run doesn't set any."""
-        settings = config.of_extras.get(cls.node)
-        return settings if isinstance(settings, cls) else cls()
-
-
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:
     """Raise a `UserError` if a setting's value breaks the `rule`, that is, unless it `holds`."""
     if not holds:
@@ -154,8 +137,3 @@ def counted(count: int, unit: str, plural: str = "s") -> str:
     """Return a count with its unit: `1 step`, `2,000 steps`."""
     ending = "" if count == 1 else plural
     return f"{count:,} {unit}{ending}"
-
-
-def is_module(folder: str, name: str) -> bool:
-    """Return whether a folder of the package contains this module."""
-    return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))

@@ -21,7 +21,6 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED_TO_RESUME,
-    joined,
     refuse_broken_weights,
     shards_of,
 )
@@ -31,7 +30,7 @@ from lockstep_gpt.run.checkpoint_room import (
     size_of,
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity, some_of
+from lockstep_gpt.run.directory import RunDirectory, some_of
 from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
 from lockstep_gpt.run.memory.recovery import newest_in_memory, newest_whole_step
 from lockstep_gpt.run.memory.shard_recovery import newest_shards
@@ -47,68 +46,48 @@ TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before 
 
 def state_to_resume(
     directory: RunDirectory,
-    module: torch.nn.Module | None,
     resume: str = "auto",
     *,
-    force: bool = False,
     compare: CompareSettings | None = None,
     in_memory: bool = True,
     writer: MemoryWriter | None = None,
     fetch_copy: Callable[[], VerifiedCheckpoint | None] = lambda: None,
-    saves_parts: bool = False,
     loses_error: bool = False,
     timeout: float = LONGEST_WAIT,
 ) -> VerifiedCheckpoint | KeptState | None:
     """Return what to resume from: the run's own newest state, else the checkpoint `resume` names.
 
-    None means step 0; with `force`, using its weights that fit. Every rank must call this: rank 0
-    searches and tells the others.
+    None means step 0. Every rank must call this: rank 0 searches and tells the others.
 
     Args:
         directory: the run.
-        module: gets the weights that fit, with `force`; None: another checkpoint must fit.
         resume: none, auto, or where a checkpoint is: for a run that has none of its own.
-        force: whether the checkpoint may have other settings and other weights.
-        compare: refuses settings of another run; None: those that a `Config` keeps are compared.
+        compare: refuses settings of another run; None: it may have others.
         in_memory: whether a state in memory may be taken.
         writer: of the machine, on the rank that has it.
         fetch_copy: fetches the newest copy for a run that lost its checkpoints, if there is one.
-        saves_parts: whether each rank saves its own shards.
         loses_error: whether the strategy accumulates an error that no state has, as powersgd does.
         timeout: the longest wait for another rank in seconds.
     """
-    kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory and not force)
+    kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory)
     if kept is not None:
         _refuse_lost_error(kept.path, loses_error)
         return kept
     newest = None
     if Ranks.from_environment().rank == 0:
-        newest = _newest_of_run(directory, module, resume, fetch_copy, saves_parts)
+        newest = _newest_of_run(directory, resume, fetch_copy)
     newest = verified_on_each_machine(newest)
     if newest is None and resume in ("none", "auto"):
         _tell_start(directory)
         return None
     checkpoint = newest or _named(resume, directory)
-    if force and module is not None:
-        return _forced(checkpoint, directory, module)
     if newest is not None:
         _refuse_lost_error(newest.path, loses_error)
-    elif not force:
-        _refuse_other_settings(checkpoint, directory, compare)
+    elif compare is not None:
+        saved = files.read_verified(checkpoint, whole=False)["config"]
+        compare(f"resume={checkpoint.path}", saved)
     _tell_checkpoint(checkpoint)
     return checkpoint
-
-
-def _refuse_other_settings(
-    checkpoint: VerifiedCheckpoint, directory: RunDirectory, compare: CompareSettings | None
-) -> None:
-    """Raise a `UserError` if a checkpoint of another run has settings that a run keeps."""
-    saved = files.read_verified(checkpoint, whole=False)["config"]
-    where = f"resume={checkpoint.path}"
-    if compare is None:
-        refuse_another_identity(where, saved, directory.values())
-    else:
-        compare(where, saved)
 
 
 def _tell_checkpoint(checkpoint: VerifiedCheckpoint) -> None:
@@ -129,26 +108,6 @@ def _named(resume: str, directory: RunDirectory) -> VerifiedCheckpoint:
     checkpoint = verified_on_each_machine(named)
     assert checkpoint is not None
     return checkpoint
-
-
-def _forced(
-    checkpoint: VerifiedCheckpoint, directory: RunDirectory, module: torch.nn.Module
-) -> VerifiedCheckpoint | None:
-    """Return the checkpoint if all of it fits; else load its weights that fit, for step 0."""
-    path = checkpoint.path
-    content = files.read_verified(checkpoint, whole=False)
-    saved = content["state_dict"]
-    current = module.state_dict()
-    fitting = fitting_of(saved, current)
-    algorithm = directory.values()["optim"]["algorithm"]
-    same_algorithm = content["config"]["optim"]["algorithm"] == algorithm
-    if same_algorithm and len(fitting) == len(saved) == len(current):
-        return checkpoint
-    refuse_lost_numbers(f"checkpoint {path}", fitting, module)
-    module.load_state_dict(joined(fitting), strict=False)
-    message = "resume_force: loaded %d weights of %s; the others are new; starts at step 0"
-    logger.warning(message, len(fitting), path)
-    return None
 
 
 def _newest_in_memory(
@@ -232,18 +191,12 @@ def refuse_other_directory(directory: RunDirectory) -> None:
 
 
 def _newest_of_run(
-    directory: RunDirectory,
-    module: torch.nn.Module | None,
-    resume: str,
-    fetch_copy: Callable[[], VerifiedCheckpoint | None],
-    saves_parts: bool,
+    directory: RunDirectory, resume: str, fetch_copy: Callable[[], VerifiedCheckpoint | None]
 ) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
     refuse_misplaced(folder)
     files.remove_leftovers(folder)
-    if module is not None:
-        refuse_small_disk(directory.path, module, saves_parts)
     newest = files.newest_verified(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
     if newest is None and (resume == "auto" or directory.metrics.exists()):

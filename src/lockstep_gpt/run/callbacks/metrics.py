@@ -14,8 +14,8 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.distributed.peaks import peak_of
+from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.processes import freeze_lasting_objects
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
 from lockstep_gpt.run.epoch_values import EpochValues
