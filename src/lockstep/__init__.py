@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lockstep_gpt.training.clipping import ClipAndSkip as ClipAndSkip
     from lockstep_gpt.training.counted_targets import CountTargets as CountTargets
     from lockstep_gpt.training.seeds import MicroBatchSeeds as MicroBatchSeeds
+    from lockstep_gpt.training.step_rate import StepRate as StepRate
 
 # Imported when first used: a command that only reports a mistake needs neither torch nor Lightning.
 _MODULES = {
@@ -59,6 +60,7 @@ _MODULES = {
     "lockstep_gpt.training.clipping": ("ClipAndSkip",),
     "lockstep_gpt.training.counted_targets": ("CountTargets",),
     "lockstep_gpt.training.seeds": ("MicroBatchSeeds",),
+    "lockstep_gpt.training.step_rate": ("StepRate",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*sorted(_PLACES)]
