@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
-from lockstep_gpt import CONFIGS, PROGRAM, VERSION, standard_streams, stop_signals
+from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
 from lockstep_gpt.errors import (
     ReportedError,
     RunError,
@@ -18,14 +18,13 @@ from lockstep_gpt.errors import (
     refusing_long_names,
 )
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.launch.main import Program
 from lockstep_gpt.processes import (
     end_process,
-    invocation,
     own_process,
     print_error,
     refuse_as_program,
 )
+from lockstep_gpt.programs import train_program
 from lockstep_gpt.stop_signals import Interrupted
 
 
@@ -126,9 +125,8 @@ def _report_interrupt(name: str) -> int:
 
 
 def train(words: list[str]) -> int:
-    """Train; the program is train.py, which only its ranks import."""
-    name = f"{invocation()} train"
-    return Program.named("lockstep_gpt.train:main", name, str(CONFIGS), "train").run(words)
+    """Train, as `train.py` says."""
+    return train_program().run(words)
 
 
 def _public_commands() -> list[str]:

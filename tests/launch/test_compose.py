@@ -115,7 +115,7 @@ def test_the_classic_recipe_is_nanogpts_step_for_step():
     assert (shape.architecture, shape.bias, shape.dropout) == ("gpt", False, 0.0)
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (4, 4, 128, 64)
     assert (optim.algorithm, optim.beta1, optim.beta2, optim.eps) == ("adamw", 0.9, 0.99, 1e-8)
-    assert (optim.weight_decay, optim.clip_norm) == (0.1, 1.0)
+    assert (optim.weight_decay, clip_norm) == (0.1, 1.0)
     assert (config.batch.global_size, config.max_steps, config.precision) == (12, 2000, "32-true")
 
 
@@ -173,7 +173,7 @@ def test_environment_variables_stay_references(monkeypatch):
 
 def test_other_references_are_resolved_when_the_run_is_frozen():
     values, _ = composed(
-        "run_name=run-${seed}-${now:%Y}", "+trainer.min_steps=${optim.warmup_steps}", "seed=4"
+        "run_name=run-${seed}-${now:%Y}", "+trainer.min_steps=${schedule.warmup}", "seed=4"
     )
     assert values["run_name"].startswith("run-4-20")
     assert values["trainer"]["min_steps"] == 15

@@ -18,7 +18,7 @@ def test_a_quoted_value_is_the_text_itself(value):
 
 
 @pytest.mark.parametrize("name", ["größe", "a#b", "a[1]", "a{1}", "it's", 'a"b', "step=5.ckpt"])
-@pytest.mark.parametrize("setting", ["run_dir", "resume", "data.path"])
+@pytest.mark.parametrize("setting", ["run_dir", "resume", "data.source.path"])
 def test_a_path_needs_no_quotes_for_hydra(name, setting):
     (word,) = quote_texts([f"{setting}={name}"])
     assert parsed(word) == name
@@ -45,7 +45,7 @@ def test_other_words_stay_as_typed(word):
 
 def test_a_run_can_have_any_name_of_a_folder(command):
     name = "größe [1] #{it's}"
-    command.train(f"run_dir={name}", "max_steps=2", "optim.warmup_steps=0")
+    command.train(f"run_dir={name}", "max_steps=2", "schedule.warmup=0")
     assert command.summary(name)["status"] == "done"
     again = ["train", f"run_dir={name}", "resume=auto"]
     assert "is done" in command(*again).stdout
