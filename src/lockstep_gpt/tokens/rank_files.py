@@ -30,7 +30,7 @@ def from_ranks(path: Path) -> Any:
     ranks = _ranks(path)
     if len(ranks) != SIZE or [*ranks.values()] != [*range(SIZE)]:
         raise UserError(
-            f"data.tokenizer={path} has {len(ranks):,} tokens; only GPT-2's .tiktoken file "
+            f"tokenizer={path} has {len(ranks):,} tokens; only GPT-2's .tiktoken file "
             f"({SIZE:,} tokens) can be read; give this tokenizer's tokenizer.json"
         )
     characters = byte_characters()

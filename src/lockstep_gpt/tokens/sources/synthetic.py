@@ -47,7 +47,7 @@ class RandomTokens(Source):
         return (name, self.vocab_size, None)
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that `data.tokenizer` names; raises a `UserError`."""
+        """Return the tokenizer that `tokenizer` names; raises a `UserError`."""
         return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
