@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 import lockstep
 from lockstep_gpt import CONFIGS
+from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.module import count_targets
 
 
@@ -23,7 +24,7 @@ def build(
     vocab_size = getattr(data, "vocab_size", None)
     module = lockstep.build(cfg.module, schedule=schedule, vocab_size=vocab_size)
     if cfg.init_from is not None and not run.has_begun:
-        lockstep.load_weights(cfg.init_from, module.model)
+        load_initial_weights(cfg.init_from, module, data)
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
     trainer = lockstep.build(
         cfg.trainer,
