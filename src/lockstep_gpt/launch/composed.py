@@ -365,19 +365,21 @@ def keep_hydra(run: RunDirectory, values: dict[str, Any]) -> dict[str, Any]:
 
 def remove_traces(run: RunDirectory) -> None:
     """Remove what Hydra has made for a job that didn't start, if there is nothing else."""
-    if not run.path.is_dir():
-        return
-    files = [file for file in run.path.rglob("*") if file.is_file()]
-    ours = [run.path / name for name in run.others]
-    if all(any(file.is_relative_to(path) for path in ours) for file in files):
-        logs = [file for file in files if file in ours]
-        if not any(log.stat().st_size for log in logs):
-            shutil.rmtree(run.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other runs are in it
-                for folder in run.path.absolute().parents:
-                    if not folder.is_relative_to(Path.cwd()) or folder == Path.cwd():
-                        break
-                    folder.rmdir()
+    with contextlib.suppress(OSError):  # it isn't there, or isn't ours
+        names = {path.name for path in run.path.iterdir()}
+        if not names <= run.others or any(_has_text(run.path / name) for name in names):
+            return
+        shutil.rmtree(run.path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other runs are in it
+        for folder in run.path.absolute().parents:
+            if not folder.is_relative_to(Path.cwd()) or folder == Path.cwd():
+                break
+            folder.rmdir()
+
+
+def _has_text(path: Path) -> bool:
+    """Return whether this is a log in which something is written."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def overrides() -> list[str]:
