@@ -29,7 +29,7 @@ from lockstep_gpt.tokens.shards import load_index
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.distributed import strategies
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
@@ -40,7 +40,7 @@ from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.schedule import Schedule
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.building import build_module, progress_of, schedule_of
-from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
+from lockstep_gpt.training.clipping import ClipAndSkip
 from lockstep_gpt.module import GPTModule
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.seeds import MicroBatchSeeds
@@ -66,9 +66,9 @@ class Run:
     content: dict
     val_loss: float | None = None  # of the last `fit`
 
-    @property
-    def tokens_per_step(self):
-        return self.batch.global_size * self.config.model.block_size
+    def metrics(self, every, **settings):
+        """Return what counts the run's tokens."""
+        return Metrics(self.batch, every, **settings)
 
     @property
     def clipping(self):
@@ -94,13 +94,12 @@ class Run:
         chosen = {type(callback) for callback in callbacks}
         first = [MicroBatchSeeds(self.config.seed)]
         if Metrics not in chosen:
-            first.append(Metrics(self.config.log_every))
+            first.append(Metrics(every=self.config.log_every))
         if "strategy" not in settings and self.config.batch.exact_micro_size is not None:
-            settings["strategy"] = strategies.single_device("cpu", exact_threads=1)
-        last = [self.clipping, FreeGradients()]
+            settings["strategy"] = SingleDeviceStrategy(exact_threads=1)
         trainer = lightning.Trainer(
             accelerator="cpu",
-            callbacks=[*first, *callbacks, *last],
+            callbacks=[*first, *callbacks, self.clipping],
             logger=logger,
             plugins=[io or AtomicCheckpointIO(), *precision],
             max_steps=self.schedule.steps,

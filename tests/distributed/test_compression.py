@@ -26,7 +26,7 @@ def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
     strategy = ddp(**{**SETTINGS, "comm_hook": name})
     state, chosen = strategy.comm_hook
     assert chosen is hook
-    assert (state is not None) == strategy.is_lossy == (name == "powersgd")
+    assert (state is not None) == strategy.loses_error == (name == "powersgd")
 
 
 def test_a_hook_is_called_on_cpus_too(on_ranks, new_run):
