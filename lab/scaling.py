@@ -26,7 +26,7 @@ from typing import Any
 MEDIUM = [
     "experiment=smoke",
     "data=synthetic",
-    "data.vocab_size=50257",
+    "data.source.vocab_size=50257",
     "model.n_layer=6",
     "model.n_head=8",
     "model.n_embd=512",
@@ -97,9 +97,9 @@ def step(devices: int, steps: int, words: list[str]) -> tuple[float, int]:
     """Run the command once; return the median seconds of a step, and its tokens."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        pace = [f"max_steps={steps}", f"val_every={steps}", "log_every=1", "data.val_tokens=1"]
+        pace = [f"max_steps={steps}", f"val_every={steps}", "log_every=1", "val_tokens=1"]
         place = [f"trainer.devices={devices}", f"run_dir={run}", "checkpoint.every=null"]
-        quiet = ["verbosity=quiet", "optim.warmup_steps=1", "logger=none"]
+        quiet = ["verbosity=quiet", "schedule.warmup=1", "logger=none"]
         command = [*PROGRAM, "train", *words, *pace, *place, *quiet]
         subprocess.run(command, check=True)
         with (run / "metrics.csv").open(encoding="utf-8") as file:

@@ -168,7 +168,7 @@ def _run_settings(path: Path, seed: int, text: Path, target: float, folder: Path
     words = [f"{name}={value}" for name, value in recipe["settings"].items()]
     held_out = (text.stat().st_size - int(0.9 * text.stat().st_size)) // CONTEXT * CONTEXT
     settings = [
-        *("data=text", f"data.path={text}", f"data.root={folder}", f"data.val_tokens={held_out}"),
+        *("data=text", f"data.source.path={text}", f"data.root={folder}", f"val_tokens={held_out}"),
         *(f"val_every={EVERY}", f"log_every={EVERY}", "checkpoint.every=null", "logger=none"),
         *("verbosity=quiet", f"seed={seed}", f"run_dir={run}"),
     ]

@@ -393,7 +393,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
     """Exclude imported modules from garbage collection, which each run calls."""
-    importlib.import_module("lockstep_gpt.training.train")
+    importlib.import_module("lockstep_gpt.train")
     gc.collect()
     gc.freeze()
 
@@ -538,7 +538,7 @@ def check_two_ranks_start_like_one(command: Command) -> Callable[[Path], None]:
     """Train weights of bytes further on one rank and on two, and compare the losses."""
 
     def check(source: Path) -> None:
-        words = [f"model.init_from={source}", "max_steps=7", "precision=64-true"]
+        words = [f"init_from={source}", "max_steps=7", "precision=64-true"]
         command.train(*words, "run_dir=runs/one")
         ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
         command.train(*words, *ranks, "run_dir=runs/two")

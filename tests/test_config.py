@@ -151,10 +151,10 @@ def test_every_whole_number_has_limits(section):
 def test_each_setting_declares_its_treatment_on_resume():
     kept, machine = settings_on_resume("kept"), settings_on_resume("machine")
     assert {"seed", "batch.global_size", "optim.algorithm", "data.fingerprint"} < kept
-    assert {"model.n_layer", "model.bias", "data.val_fraction", "data.tokenizer"} < kept
-    assert {"launch.max_restarts", "data.root", "data.path"} < machine
+    assert {"model.n_layer", "model.bias", "data.source.val_fraction", "tokenizer"} < kept
+    assert {"launch.max_restarts", "data.root", "data.source.path"} < machine
     free = settings_on_resume("free")
-    assert {"max_steps", "optim.lr", "precision", "model.dropout", "data.val_tokens"} < free
+    assert {"max_steps", "optim.lr", "precision", "model.dropout", "val_tokens"} < free
     for source in SOURCES:
         target = f"{source.__module__}.{source.__qualname__}"
         kept, machine, free = (
@@ -193,21 +193,21 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("model.n_embd=-8", "must be at least 1"),
         ("model.dropout=-0.1", "must be at least 0"),
         ("model.dropout=1.0", "must be below 1"),
-        ("data.val_fraction=0.0", "must be above 0"),
-        ("data.val_fraction=1.0", "must be below 1"),
-        ("data.val_tokens=0", "must be at least 1"),
+        ("data.source.val_fraction=0.0", "must be above 0"),
+        ("data.source.val_fraction=1.0", "must be below 1"),
+        ("val_tokens=0", "must be at least 1"),
         ("optim.lr=0.0", "must be above 0"),
         ("optim.lr=-0.001", "must be above 0"),
-        ("optim.warmup_steps=-1", "must be at least 0"),
-        ("optim.decay_fraction=0.0", "must be above 0"),
-        ("optim.decay_fraction=1.5", "must be at most 1"),
-        ("optim.final_lr_fraction=-0.5", "must be at least 0"),
-        ("optim.final_lr_fraction=1.5", "must be at most 1"),
+        ("schedule.warmup=-1", "must be at least 0"),
+        ("schedule.decay_fraction=0.0", "must be above 0"),
+        ("schedule.decay_fraction=1.5", "must be at most 1"),
+        ("schedule.final_fraction=-0.5", "must be at least 0"),
+        ("schedule.final_fraction=1.5", "must be at most 1"),
         ("optim.beta1=1.0", "must be below 1"),
         ("optim.beta2=-0.5", "must be at least 0"),
         ("optim.eps=0.0", "must be above 0"),
         ("optim.weight_decay=-0.5", "must be at least 0"),
-        ("optim.clip_norm=0.0", "must be above 0"),
+        ("clip_norm=0.0", "must be above 0"),
         ("checkpoint.every=0", "must be at least 1"),
         ("checkpoint.keep_last=0", "must be at least 1"),
         ("checkpoint.keep_best=-1", "must be at least 0"),
@@ -215,10 +215,10 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("launch.grace_seconds=0.0", "must be above 0"),
         ("precision=no_such", f"is not one of {', '.join(PRECISIONS)}"),
         ("verbosity=no_such", f"is not one of {', '.join(LEVELS)}"),
-        ("optim.algorithm=no_such", "is not adamw, muon, or another module of training/"),
-        ("model.architecture=no_such", "is not gpt, modern, or another module of model/"),
-        ("optim.lr_scaling=no_such", f"is not one of {', '.join(SCALINGS)}"),
-        ("optim.decay=no_such", f"is not one of {', '.join(DECAYS)}"),
+        ("optim=no_such", "is not adamw, muon, or another module of training/"),
+        ("model=no_such", "is not gpt, modern, or another module of model/"),
+        ("lr_scaling=no_such", f"is not one of {', '.join(SCALINGS)}"),
+        ("schedule.decay=no_such", f"is not one of {', '.join(DECAYS)}"),
         ("model.n_embd=9", "is not divisible by model.n_head=4; nearest: model.n_embd=8"),
         ("model.n_embd=3", "is not divisible by model.n_head=4; nearest: model.n_embd=4"),
         (

@@ -25,7 +25,7 @@ BENCHMARK = Path(__file__).parents[1] / "lab/benchmark.py"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 OPTIMIZERS = {
     "adamw": (),
-    "muon": ("optim=muon", "model.architecture=modern", "model.bias=false"),
+    "muon": ("optim=muon", "model=modern_nano", "model.ngram_rows=0"),
 }
 KILLER = """
 import os, signal, lightning

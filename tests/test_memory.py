@@ -59,7 +59,7 @@ def train(command):
         node = "+callbacks.acts"
         entries = ",".join(map(repr, plan))
         callback = [f"{node}._target_=acts.Acts", f"{node}.plan=[{entries}]"]
-        overrides = [*TWO, "checkpoint.memory=3", "run_dir=run", *callback, *words]
+        overrides = [*TWO, "memory=3", "run_dir=run", *callback, *words]
         place = {"PYTHONPATH": str(command.folder)}
         return output(command.train(*overrides, status=status, **place))
 
@@ -89,7 +89,7 @@ def weights(command, run="run"):
 
 def assert_undisturbed(command):
     """Compare the last weights with those of a run that nothing happened to."""
-    command.train(*TWO, "checkpoint.memory=false", "run_dir=whole")
+    command.train(*TWO, "memory=false", "run_dir=whole")
     ours, theirs = weights(command), weights(command, "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_take_checkpoints_is_refused_and_memory_stays(train
 
 @pytest.mark.slow
 def test_a_newer_checkpoint_comes_before_memory(train):
-    printed = train("14:0:kill", words=["checkpoint.memory=6", "checkpoint.every=13"])
+    printed = train("14:0:kill", words=["memory=6", "checkpoint.every=13"])
     assert "kept in memory" not in printed
 
 
@@ -159,7 +159,7 @@ def test_memory_is_released_when_a_run_has_failed(train, command):
 
 @pytest.mark.slow
 def test_memory_stays_when_the_command_is_killed_and_is_released_when_it_stops(command, wait_for):
-    words = (*TWO, "checkpoint.memory=2", "max_steps=4000", "log_every=1", "run_dir=run")
+    words = (*TWO, "memory=2", "max_steps=4000", "log_every=1", "run_dir=run")
     log = command.folder / "run/train.log"
     metrics = command.folder / "run/metrics.csv"
 
@@ -217,11 +217,11 @@ def train_again(command, words):
     node = "+callbacks.acts"
     plan = "['9:0:damage_memory','9:0:kill_at_once']"
     callback = [f"{node}._target_=acts.Acts", f"{node}.plan={plan}"]
-    overrides = [*TWO, "checkpoint.memory=3", "run_dir=run", *callback, *words]
+    overrides = [*TWO, "memory=3", "run_dir=run", *callback, *words]
     return output(command.train(*overrides, PYTHONPATH=str(command.folder)))
 
 
 def test_a_setting_that_is_none_is_refused(command):
     for value in ("0", "true", "often"):
-        printed = command.train(f"checkpoint.memory={value}", "run_dir=run", status=2).stderr
-        assert f"checkpoint.memory={value} is neither auto, false, nor a number of steps" in printed
+        printed = command.train(f"memory={value}", "run_dir=run", status=2).stderr
+        assert f"memory={value} is neither auto, false, nor a number of steps" in printed

@@ -79,9 +79,9 @@ class Fills(lightning.Callback):
 
 @pytest.mark.slow
 def test_a_number_takes_all_that_is_left_in_shared_memory(train):
-    assert "memory     the newest state, every 3 steps" in train("size=1m", "checkpoint.memory=3")
+    assert "memory     the newest state, every 3 steps" in train("size=1m", "memory=3")
     assert "off: /dev/shm has no room for" in train(
-        "size=100k", "checkpoint.memory=3", "run_dir=other"
+        "size=100k", "memory=3", "run_dir=other"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_number_takes_all_that_is_left_in_shared_memory(train):
 def test_memory_that_fills_up_later_is_one_line(train, command):
     (command.folder / "fills.py").write_text(FILLS)
     node = "+callbacks.fills._target_=fills.Fills"
-    printed = train("size=3m", node, "checkpoint.memory=3", "checkpoint.every=100")
+    printed = train("size=3m", node, "memory=3", "checkpoint.every=100")
     line = "the state isn't kept in memory any more: /dev/shm has no room for"
     assert printed.count(line) == 1
     assert "done in" in printed

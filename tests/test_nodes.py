@@ -172,7 +172,7 @@ def test_two_nodes_of_torchrun_reach_each_other_where_their_own_names_are_loopba
 
 LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=10", "val_every=4000")
 EXACT = (
-    ("batch.exact_micro_size=2", "model.dropout=0.1", "optim.decay=constant")
+    ("batch.exact_micro_size=2", "model.dropout=0.1", "schedule.decay=constant")
     if hasattr(groups()["batch"], "exact_micro_size")
     else ()
 )
@@ -273,8 +273,8 @@ def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
     assert all(status != 0 for status in statuses)
 
 
-SHARDED = ("strategy=fsdp2", "optim=muon", "optim.decay=constant")
-MEMORY = ("checkpoint.memory=2", "checkpoint.every=4000", "checkpoint.keep_best=0")
+SHARDED = ("strategy=fsdp2", "optim=muon", "schedule.decay=constant")
+MEMORY = ("memory=2", "checkpoint.every=4000", "checkpoint.keep_best=0")
 
 
 def memory_of(process, run):

@@ -120,7 +120,7 @@ def test_a_validation_returns_its_loss_before_and_after_training_and_adds_no_row
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [[], ["run_dir=run"]])
 def test_a_test_returns_its_loss_and_adds_no_row(command, words, folder):
-    text = ["data=text", f"data.path={argparse.__file__}", "data.test_fraction=0.1"]
+    text = ["data=text", f"data.source.path={argparse.__file__}", "data.source.test_fraction=0.1"]
     module, data, trainer = build(compose(*words, *text, *folder))
     trainer.fit(module, data)
     loss = loss_of(trainer)

@@ -233,7 +233,7 @@ def test_a_kill_changes_nothing_if_the_run_continues_where_an_epoch_begins(train
     two = ("trainer.devices=2", "checkpoint.every=10")
     train(*two, "run_dir=whole")
     killer = "+callbacks.killer._target_=mine.KillOnce"
-    train(*two, killer, "checkpoint.memory=10", "run_dir=killed")
+    train(*two, killer, "memory=10", "run_dir=killed")
     assert (train.folder / "killed-once").exists()
     log = (train.folder / "killed/train.log").read_text()
     assert "continues from step 10, kept in memory" in log

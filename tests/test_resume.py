@@ -142,17 +142,17 @@ def test_run_of_another_model_is_rejected_unless_forced(finished, command):
             "model.n_layer=3",
             "run_dir=run keeps its settings, but got model.n_layer=3",
         ),
-        ("data.val_fraction=0.5", "but got data.val_fraction=0.5 instead of 0.02; use"),
+        ("data.source.val_fraction=0.5", "but got data.source.val_fraction=0.5 instead of 0.02; use"),
         (
             "seed=1",
             "but got seed=1 instead of 1337; use the same, or set resume_force=true",
         ),
         ("batch.global_size=16", "but got batch.global_size=16 instead of 8"),
-        ("optim.algorithm=muon", "but got optim.algorithm=muon instead of adamw"),
+        ("optim=muon", "but got optim=muon instead of adamw"),
         ("model=gpt2", "keeps its choices, but got model.block_size=1024 instead of 32, model.n_"),
-        ("optim=muon", "keeps its choices, but got optim.algorithm=muon instead of adamw, optim."),
+        ("optim=muon", "keeps its choices, but got optim=muon instead of adamw, optim."),
         ("optim=muon", "use the same, leave optim=muon out, as the run has its own, or start a "),
-        ("experiment=smoke optim=muon", "but got optim.algorithm=muon instead of adamw, optim."),
+        ("experiment=smoke optim=muon", "but got optim=muon instead of adamw, optim."),
         ("logger=none max_steps=30", "run_dir=run keeps its choices, but got"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
@@ -188,8 +188,8 @@ def corpus(command):
     folder.mkdir()
     for name in ("one.txt", "two.txt"):
         (folder / name).write_text(f"{name}: a text to learn from. " * 400)
-    data = (f"data.root={command.folder}/data", f"data.path={folder}", "data.val_fraction=0.3")
-    return folder, ("data=text", *data, "optim.decay=constant")
+    data = (f"data.root={command.folder}/data", f"data.source.path={folder}", "data.source.val_fraction=0.3")
+    return folder, ("data=text", *data, "schedule.decay=constant")
 
 
 @pytest.mark.slow
@@ -219,13 +219,13 @@ def test_a_path_that_a_resume_changes_must_have_the_same_text(command, corpus):
     other.mkdir()
     (other / "one.txt").write_text("other words. " * 999)
     before = content(command.folder / "run")
-    stderr = command(*resume, f"data.path={other}", status=2).stderr
-    assert f"data.path={other} has other text than {command.folder}/data/text-" in stderr
+    stderr = command(*resume, f"data.source.path={other}", status=2).stderr
+    assert f"data.source.path={other} has other text than {command.folder}/data/text-" in stderr
     assert stderr.endswith("with its weights: resume=run resume_force=true\n")
     assert content(command.folder / "run") == before
     folder.rename(command.folder / "moved")
-    stdout = command(*resume, f"data.path={command.folder}/moved").stdout
-    assert f"data.path: {folder} -> {command.folder}/moved" in stdout
+    stdout = command(*resume, f"data.source.path={command.folder}/moved").stdout
+    assert f"data.source.path: {folder} -> {command.folder}/moved" in stdout
     assert command.summary("run")["step"] == 14
 
 
@@ -270,7 +270,7 @@ def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finish
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "line"),
-    [("optim.algorithm=muon", "loaded 28 weights"), ("data.val_fraction=0.5", "")],
+    [("optim=muon", "loaded 28 weights"), ("data.source.val_fraction=0.5", "")],
 )
 def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, changed, line):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
@@ -499,7 +499,7 @@ LINES = {
 }
 # 29 rows until the next validation are longer than what metrics.csv's last page has left.
 # Without memory: if failed.json has no room, a newer state there is what the last line names.
-MEMORY = "checkpoint.memory=false"
+MEMORY = "memory=false"
 FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=60", "val_every=30", MEMORY, *SMALL)
 
 

@@ -151,7 +151,7 @@ def test_fewer_ranks_log_the_same_bits_with_sums_in_one_order(command, stops):
 def test_a_restart_from_memory_changes_no_number(command, stops, optimizer, ranks, kills):
     size = ["batch.global_size=12", "batch.micro_size=2", "trainer=cpu"]
     words = [*size, f"trainer.devices={ranks}", "log_every=4", "checkpoint.every=10"]
-    words += ["checkpoint.memory=5", "val_every=5", f"optim={optimizer}"]
+    words += ["memory=5", "val_every=5", f"optim={optimizer}"]
     command.train(*words, "run_dir=whole")
     plan = stops(*kills)
     place = {"PYTHONPATH": str(command.folder)}

@@ -74,7 +74,7 @@ def test_the_rate_of_each_step_has_the_bits_that_it_had(
     composed: Any, case: tuple[str, int, str, str]
 ) -> None:
     preset, devices, kind, rule = case
-    words = [*WEAK, f"optim.lr_scaling={rule}"] if kind == "weak" else []
+    words = [*WEAK, f"lr_scaling={rule}"] if kind == "weak" else []
     config = composed(f"experiment={preset}", "trainer=cpu", *words)
     plan = schedule_of(config, config.batch.build().spread_over(devices))
     rates = [plan.lr(step) for step in range(plan.steps + 10)]

@@ -209,7 +209,7 @@ BAD_SETTINGS = {
     "trainer.max_steps=7": "trainer.max_steps=7 has another name; set max_steps, without trainer",
     "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
-    "optim.lr_scaling=no_such": "optim.lr_scaling=no_such is not one of linear, sqrt, none",
+    "lr_scaling=no_such": "lr_scaling=no_such is not one of linear, sqrt, none",
     "batch.micro_size=3": "batch.global_size=8 is not divisible by batch.micro_size=3",
     "trainer=gpu": "no GPU",
     "precision=16-mixed": "precision=16-mixed needs a GPU",

@@ -42,7 +42,7 @@ STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")
 TRAIN = [sys.executable, "-m", "lockstep_gpt", "train"]
 SMALL = ["experiment=smoke", "trainer=cpu", "logger=none", "callbacks.sample.length=1"]
-TRACED = ["batch.exact_micro_size=2", "guard.trace=true", "checkpoint.keep_last=9"]
+TRACED = ["batch.exact_micro_size=2", "callbacks=[default,trace]", "checkpoint.keep_last=9"]
 MODELS = ("model=nano", "model=modern_nano")
 OPTIMIZERS = ("optim=adamw", "optim=muon")
 PRECISIONS = ("precision=32-true", "precision=bf16-mixed")
@@ -178,7 +178,7 @@ def verify_clean(folder: Path, count: int) -> int:
         words = [*next(kinds), f"trainer.devices={ranks}", "batch.global_size=12"]
         words += ["batch.reference_size=12", "model.dropout=0.1", "model.block_size=32"]
         words += ["strategy=ddp"] if ranks > 1 else []
-        words += ["guard.trace=true"] if number % 2 else []
+        words += ["callbacks=[default,trace]"] if number % 2 else []
         path = folder / f"run{number}"
         is_killed = number % 5 == 4
         train(path, words, is_killed)

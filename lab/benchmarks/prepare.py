@@ -70,7 +70,7 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     theirs = []
     for _ in range(options.rounds):
         plain.append(_megabytes(large) / _build(folder, large)[0])
-        ours.append(_megabytes(texts) / _build(folder, texts, "data.tokenizer=tokenizer.json")[0])
+        ours.append(_megabytes(texts) / _build(folder, texts, "tokenizer=tokenizer.json")[0])
         theirs.append(_megabytes(texts) / _encode_batch(folder, texts))
     peaks = [_build(folder, corpus)[1] / 2**20 for corpus in (small, large)]
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
@@ -105,7 +105,7 @@ def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
     if overrides and not (folder / "tokenizer.json").exists():
         _learn(folder, corpus)
     shutil.rmtree(folder / "data", ignore_errors=True)
-    words = ["prepare", "data=text", f"data.path={corpus}", "data.root=data", *overrides]
+    words = ["prepare", "data=text", f"data.source.path={corpus}", "data.root=data", *overrides]
     done = subprocess.run(
         [sys.executable, "-c", BUILD, *words],
         cwd=folder,
@@ -124,7 +124,7 @@ def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
 def _learn(folder: Path, corpus: Path) -> None:
     """Learn a byte-pair encoding in advance, so that no measured build does so."""
     shutil.rmtree(folder / "data", ignore_errors=True)
-    words = ["prepare", "data=text", f"data.path={corpus}", "data.root=data", "data.tokenizer=bpe"]
+    words = ["prepare", "data=text", f"data.source.path={corpus}", "data.root=data", "tokenizer=bpe"]
     subprocess.run([sys.executable, "-m", "lockstep_gpt", *words], cwd=folder, check=True)
     (prepared,) = (folder / "data").glob("text-*")
     values = load_index(prepared).tokenizer

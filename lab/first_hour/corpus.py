@@ -16,8 +16,7 @@ def tokens_of(job: Job) -> list[str]:
         job.run([*program("write_tokens"), path, str(size), str(vocabulary)])
     return [
         "data=shards",
-        f"data.path={path}",
-        f"data.vocab_size={vocabulary}",
-        "data.val_tokens=1",
-        "data.tokenizer=numbers",  # the recipes' own is an extra, or comes from the hub
+        f"data.source.path={path}",
+        f"data.source.vocab_size={vocabulary}",
+        "val_tokens=1",
     ]

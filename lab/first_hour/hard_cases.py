@@ -24,7 +24,7 @@ BILLION = (
     "batch.micro_size=8",
     "compile=false",  # as `plan` counts
 )
-MUON = ("optim=muon", "model.architecture=modern", "model.bias=false")
+MUON = ("optim=muon", "model=modern_nano", "model.ngram_rows=0")
 BILLION_BATCH = 16
 # Part of a card's name -> what `plan` calls it; the memory that a run needs depends little on it.
 CARDS = {"H200": "h200", "B200": "b200", "A100": "a100-80", "L40S": "l40s", "L4": "l4", "T4": "t4"}

@@ -25,7 +25,7 @@ SPEED = (
     "checkpoint.every=null",
     "checkpoint.keep_best=0",
     "log_every=5",
-    "optim.warmup_steps=1",
+    "schedule.warmup=1",
 )
 TINY = (
     "compile=false",

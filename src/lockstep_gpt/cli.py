@@ -6,10 +6,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from pkgutil import resolve_name
+from typing import NamedTuple, NoReturn
 
-from lockstep_gpt import PROGRAM, VERSION, registry, standard_streams, stop_signals
-from lockstep_gpt.catalog import extra_of_command, how_to_add
+from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
 from lockstep_gpt.errors import (
     ReportedError,
     RunError,
@@ -24,18 +24,34 @@ from lockstep_gpt.processes import (
     print_error,
     refuse_as_program,
 )
-from lockstep_gpt.registry import Command, additions, resolved
+from lockstep_gpt.programs import train_program
 from lockstep_gpt.stop_signals import Interrupted
 
+
+class Command(NamedTuple):
+    """A command: its function, which gets the words after the command and returns a status."""
+
+    target: str  # module:function
+    meaning: str  # in the help
+    overrides: bool  # whether its arguments are settings
+
+
 COMMANDS = {
-    "train": Command(".launch.commands:train", "train a GPT; by default the quickstart", True),
-    "prepare": Command(".launch.commands:prepare", "tokenize a dataset", True),
-    "evaluate": Command(".inference.evaluate:main", "measure the loss on held-out text", False),
-    "check": Command(".testing.command:main", "compare runs on 1, 2, and 4 ranks", True),
-    "generate": Command(".inference.generate:main", "continue a prompt", False),
+    "train": Command("lockstep_gpt.cli:train", "train a GPT; by default the quickstart", True),
+    "prepare": Command("lockstep_gpt.prepare:main", "tokenize a dataset", True),
+    "evaluate": Command("lockstep_gpt.evaluate:main", "measure the loss on held-out text", False),
+    "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
+    "export": Command("lockstep_gpt.extras.hub.folder:main", "export for transformers", False),
+    "check": Command("lockstep_gpt.testing.command:main", "compare runs on 1, 2, 4 ranks", True),
+    "plan": Command("lockstep_gpt.extras.cluster.plan:main", "predict memory, time, cost", True),
+    "doctor": Command("lockstep_gpt.extras.cluster.doctor:main", "check these machines", True),
+    "drill": Command("lockstep_gpt.extras.cluster.drill:main", "break small runs on purpose", True),
+    "compare": Command("lockstep_gpt.extras.evidence.compare:main", "train in pairs, judge", False),
+    "verify": Command("lockstep_gpt.extras.evidence.verify:main", "compute steps again", False),
+    "panel": Command("lockstep_gpt.extras.pages.panel:main", "show a run's all-reduces", False),
+    "report": Command("lockstep_gpt.extras.pages.run_report:main", "report runs", False),
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
-    "-sc": Command(".cli:complete", "complete words in the shell", False),
-    **{name: command for table in additions(registry.COMMANDS) for name, command in table.items()},
+    "-sc": Command("lockstep_gpt.cli:complete", "complete words in the shell", False),
 }
 
 
@@ -64,7 +80,7 @@ def _run_command(words: list[str]) -> int:
     try:
         if name in COMMANDS:
             with refusing_long_names():
-                return int(resolved(COMMANDS[name].target)(words[1:]))
+                return int(resolve_name(COMMANDS[name].target)(words[1:]))
         return _run_without_command(name)
     except (UserError, RunError) as error:
         print_error(f"{PROGRAM} {name}: {error}")
@@ -108,6 +124,11 @@ def _report_interrupt(name: str) -> int:
     return after_signal(signal.SIGINT)
 
 
+def train(words: list[str]) -> int:
+    """Train, as `train.py` says."""
+    return train_program().run(words)
+
+
 def _public_commands() -> list[str]:
     """Return the commands that people type; shells call those that begin with a dash."""
     return [name for name in COMMANDS if not name.startswith("-")]
@@ -122,9 +143,6 @@ def _usage() -> str:
 
 def _unknown_command(name: str) -> str:
     """Return why a command is not available, as the end of a sentence about it."""
-    extra = extra_of_command(name)
-    if extra is not None:
-        return f"needs {how_to_add(extra)}"
     near = difflib.get_close_matches(name, _public_commands(), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"is not one of {', '.join(_public_commands())}{hint}"

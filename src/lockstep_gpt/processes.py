@@ -46,14 +46,17 @@ def training_command() -> str:
     return os.environ.get(PROGRAM_VARIABLE) or f"{invocation()} train"
 
 
-def name_program(main: Any) -> None:
+def name_program(main: Any, name: str | None = None) -> None:
     """Note what starts this process, a script or a module, for its agents and ranks.
 
     Args:
         main: the module `__main__`.
+        name: what to type, if the command is known.
     """
     spec = getattr(main, "__spec__", None)
-    if spec is not None:
+    if name is not None:
+        command = name
+    elif spec is not None:
         is_package = Path(spec.origin or "").name == "__main__.py"
         command = f"python -m {spec.parent if is_package else spec.name}"
     elif sys.argv[0].endswith(".py"):
@@ -65,8 +68,9 @@ def name_program(main: Any) -> None:
 
 def program_name() -> str:
     """Return what an error line begins with: the program, or the command of this installation."""
-    command = os.environ.get(PROGRAM_VARIABLE)
-    return Path(shlex.split(command)[-1]).name if command else f"{PROGRAM} train"
+    command = os.environ.get(PROGRAM_VARIABLE) or f"{PROGRAM} train"
+    words = shlex.split(command)
+    return f"{PROGRAM} train" if words[-1] == "train" else Path(words[-1]).name
 
 
 def tool(name: str) -> str:

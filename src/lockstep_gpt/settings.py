@@ -5,9 +5,8 @@ Each group's class is beside the code that it configures, in a file that ends wi
 
 import math
 from dataclasses import Field, field, fields
-from importlib.util import find_spec
 from operator import ge, gt, le, lt
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from omegaconf import MISSING
 
@@ -21,16 +20,15 @@ def setting(
     default: Any = MISSING,
     *,
     choices: tuple[str, ...] = (),
-    on_resume: str | None = None,
+    decides: bool = True,
     **limits: float,
 ) -> Any:
     """Declare a setting by its `meaning`; without a `default`, a preset or the user must set it.
 
-    On resume, it is `kept` by the run, decided by the `machine`, or `free`; None: as in its class.
-    The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
+    Of a source of tokens, it `decides` them, or only how and where they are made. The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
-    metadata = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
+    metadata = {"meaning": meaning, "choices": choices, "limits": rules, "decides": decides}
     return field(default=default, metadata=metadata)
 
 
@@ -52,21 +50,10 @@ class Checked:
     """Checks every field against its own rules when an instance is created."""
 
     node: ClassVar[str] = ""  # the class's place in the settings tree, as the user writes it
-    on_resume: ClassVar[str] = "free"  # for its settings that don't declare their own
 
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
             self._check(item, getattr(self, item.name))
-
-    @classmethod
-    def names(cls, on_resume: str) -> list[str]:
-        """Return the settings that a resume treats this way: `kept`, `machine`, or `free`."""
-        names = []
-        for item in fields(cast(Any, cls)):
-            treatment = item.metadata.get("on_resume") or cls.on_resume
-            if treatment == on_resume:
-                names.append(item.name)
-        return names
 
     def _check(self, item: Field[Any], value: Any) -> None:
         choices = item.metadata.get("choices")
@@ -84,22 +71,6 @@ class Checked:
     def refuse(self, name: str, rule: str) -> None:
         """Raise a `UserError` that names the setting and the rule that it breaks."""
         check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
-
-
-class HasExtras(Protocol):
-    """A run's settings, as far as a group of an extra is concerned."""
-
-    of_extras: dict[str, Any]  # group -> its instance
-
-
-class ExtraSettings(Checked):
-    """A group of settings of its own that an extra adds; see `registry.SETTINGS`."""
-
-    @classmethod
-    def of(cls, config: HasExtras) -> Self:
-        """Return these settings of a run; the defaults if the run doesn't set any."""
-        settings = config.of_extras.get(cls.node)
-        return settings if isinstance(settings, cls) else cls()
 
 
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:
@@ -154,8 +125,3 @@ def counted(count: int, unit: str, plural: str = "s") -> str:
     """Return a count with its unit: `1 step`, `2,000 steps`."""
     ending = "" if count == 1 else plural
     return f"{count:,} {unit}{ending}"
-
-
-def is_module(folder: str, name: str) -> bool:
-    """Return whether a folder of the package contains this module."""
-    return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))

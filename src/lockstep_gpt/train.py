@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 import lockstep
 from lockstep_gpt import CONFIGS
+from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.module import count_targets
 
 
@@ -23,7 +24,7 @@ def build(
     vocab_size = getattr(data, "vocab_size", None)
     module = lockstep.build(cfg.module, schedule=schedule, vocab_size=vocab_size)
     if cfg.init_from is not None and not run.has_begun:
-        lockstep.load_weights(cfg.init_from, module.model)
+        load_initial_weights(cfg.init_from, module, data)
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
     trainer = lockstep.build(
         cfg.trainer,
@@ -32,17 +33,17 @@ def build(
         precision=cfg.precision,
         log_every_n_steps=cfg.log_every,
         strategy=lockstep.build(cfg.strategy, batch=batch),  # adds gradients
-        logger=run.loggers(cfg.logger, lr=peak, global_batch_size=batch.global_size),
+        logger=run.loggers(cfg.logger, peak_lr=peak, global_batch_size=batch.global_size),
         callbacks=[  # what takes part in a run, in order
             lockstep.ValidateEvery(cfg.val_every),
             lockstep.MicroBatchSeeds(cfg.seed),
             *counting,
             lockstep.Metrics(batch, every=cfg.log_every, peak_tflops=cfg.peak_tflops),
             *lockstep.instantiate_all(cfg.callbacks),  # yours
-            lockstep.Guards(run, **cfg.guard),
+            lockstep.build(cfg.guard, run=run),
             lockstep.ClipAndSkip(cfg.clip_norm, max_skipped=cfg.max_skipped),
             lockstep.GracefulStop(),
-            lockstep.Checkpoints(run, **cfg.checkpoint),
+            lockstep.build(cfg.checkpoint, run=run),
             lockstep.StateInMemory(run, every=cfg.memory),
         ],
         plugins=run.plugins,

@@ -103,8 +103,8 @@ def test_a_mistake_is_one_line_with_the_nearest_the_choices_or_the_rule(words, l
 
 
 def test_a_setting_of_another_choice_is_answered_with_the_choices_that_have_it(capsys):
-    line = line_of(capsys, "data.path=x")
-    assert line.startswith("data.path is a setting of data=")
+    line = line_of(capsys, "data.source.path=x")
+    assert line.startswith("data.source.path is a setting of data=")
     assert " or text, which is not chosen here" in line
 
 
@@ -191,7 +191,7 @@ def test_a_sweep_does_not_go_into_the_folder_of_a_run(tmp_path, capsys):
     [
         (["generate"], "the following arguments are required: source; usage: "),
         (["generate", "run", "--promt", "x"], "unrecognized arguments: --promt x; usage: "),
-        (["evaluate", "run", "data.path=x"], "unrecognized arguments: data.path=x; usage: "),
+        (["evaluate", "run", "data.source.path=x"], "unrecognized arguments: data.source.path=x; usage: "),
     ],
 )
 def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, message, capsys):

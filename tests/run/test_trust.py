@@ -121,7 +121,7 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     ranks = ALONE
     words = (*RESUME[:3], "max_steps=25", *(() if launched else RESUME[3:]))
     stderr = command(*words, status=2, WHERE="corpus.txt", **(ranks if launched else {})).stderr
-    assert "its config.yaml has data.path=${oc.env:WHERE}, which no run that you" in stderr
+    assert "its config.yaml has data.source.path=${oc.env:WHERE}, which no run that you" in stderr
     assert not (command.folder / "prepared").exists()
 
 

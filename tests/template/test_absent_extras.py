@@ -26,7 +26,7 @@ NAMED_IN = {
     },
     "evidence": {},
     "hub": {
-        "src/lockstep_gpt/training/initial_weights.py": "it reads folders for model.init_from",
+        "src/lockstep_gpt/training/initial_weights.py": "it reads folders for init_from",
     },
     "pages": {
         "tests/extras/datasets/test_document_runs.py": "it shows packed runs, if it is there",

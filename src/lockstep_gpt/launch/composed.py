@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -26,7 +27,9 @@ from yaml import YAMLError
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.signatures import signature_of
 from lockstep_gpt.run.directory import OUTPUT_DIR, RunDirectory, flat
+from lockstep_gpt.settings import check
 from lockstep_gpt.whole_files import replace_text
 
 # Later versions warn about the name of 1.3.
@@ -36,7 +39,9 @@ else:
     register_resolver = OmegaConf.register_resolver
 
 # Settings of `lockstep.main`, which need no place in the YAML files.
-OURS = re.compile(r"(run_dir|run_name|resume|resume_force|verbosity|launch\.\w+)=")
+OURS = re.compile(r"(run_dir|run_name|resume|resume_force|trust_run_dir|verbosity|launch\.\w+)=")
+# Hydra would read a number, and write 1e3 as 1000.0 and 1.10 as 1.1.
+NUMBER_AS_NAME = re.compile(r"(run_dir|run_name|resume)=[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.I)
 HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
@@ -63,6 +68,23 @@ def added(word: str) -> str:
     return f"++{word}" if OURS.match(word) else word
 
 
+def quoted(word: str) -> str:
+    """Quote a value that Hydra's grammar can't read, such as the path `step=000500.ckpt`."""
+    name, equals, value = word.partition("=")
+    if word.startswith("-") or not equals or value.startswith(("'", '"')):
+        return word
+    if not NUMBER_AS_NAME.fullmatch(word):
+        try:
+            OverridesParser.create().parse_override(word)
+        except HydraException:
+            pass
+        else:
+            return word
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)  # backslashes before the last quote
+    return f'{name}="{escaped}"'
+
+
 def for_hydra(words: list[str]) -> list[str]:
     """Return a command line as Hydra takes it: with our settings, and `run_dir` as its own folder.
 
@@ -71,13 +93,14 @@ def for_hydra(words: list[str]) -> list[str]:
     named = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
     hydras = [f"hydra.{kind}.dir=" for kind in ("run", "sweep")]
     placed = [word for word in words if word.startswith(tuple(hydras))]
-    added_words = [added(word) for word in words]
+    added_words = [added(quoted(word)) for word in words]
     if not named or placed or named[-1] in ("", "null"):
         return added_words
     path = Path(named[-1].strip("'\""))
+    place = quoted(f"run_dir={named[-1]}").partition("=")[2]
     if path.is_file():
         raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
-    added_words += [f"{setting}{named[-1]}" for setting in hydras]
+    added_words += [f"{setting}{place}" for setting in hydras]
     if (path / "config.yaml").is_file():  # a run: what Hydra has written there stays
         added_words.append("hydra.output_subdir=null")
     return added_words
@@ -101,22 +124,95 @@ def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> 
         has_started = True
         return job(config)
 
+    def compose(words: list[str]) -> None:
+        with _command_line(words), contextlib.suppress(SweepStopped):
+            decorate(wrapped)()
+
     # Hydra finds the folder, and names the job, by the file of the function.
-    task = functools.wraps(source.function)(task)
+    wrapped = functools.wraps(source.function)(task)
     options: dict[str, Any] = {"version_base": source.version_base}
     decorate = hydra.main(source.config_path, source.config_name, **options)
-    with _command_line(words), contextlib.suppress(SweepStopped):
+    try:
         try:
-            decorate(task)()
-        except COMPOSING as error:
-            if has_started or isinstance(error, UserError):
-                raise  # the job's own error, not the composition's
-            raise UserError(one_line(source, error, words)) from None
-        except OSError as error:
-            if has_started:
+            compose(words)
+        except COMPOSING:
+            complete = words if has_started else with_arguments(source, words)
+            if complete == words:
                 raise
-            reason = f"{error.strerror}: {error.filename}"
-            raise UserError(f"{reason}; set another run_dir, or fix that") from None
+            compose(complete)
+    except COMPOSING as error:
+        if has_started or isinstance(error, UserError):
+            raise  # the job's own error, not the composition's
+        raise UserError(one_line(source, error, words)) from None
+    except OSError as error:
+        if has_started:
+            raise
+        reason = f"{error.strerror}: {error.filename}"
+        raise UserError(f"{reason}; set another run_dir, or fix that") from None
+
+
+def with_arguments(source: Source, words: list[str]) -> list[str]:
+    """Let Hydra accept arguments of classes that their YAML files don't list, as if with a `+`."""
+    values = composition(source, choices_among(source, words)) or {}
+    known = {name for name, _ in flat(values)}
+    return [f"++{word}" if _is_unlisted(word, values, known) else word for word in words]
+
+
+def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any]) -> None:
+    """Raise a `UserError` for a value of another kind than the one in the YAML files.
+
+    Arguments of classes are left out: their signatures know more.
+
+    Args:
+        source: what Hydra configures.
+        words: of the command line.
+        values: that they have composed.
+    """
+    usual = composition(source, choices_among(source, words)) or {}
+    for name, value in values.items():
+        default = usual.get(name)
+        if isinstance(default, dict) and isinstance(value, dict) and "_target_" not in default:
+            for inner, number in value.items():
+                _refuse_other_kind(f"{name}.{inner}", number, default.get(inner), is_inner=True)
+        else:
+            _refuse_other_kind(name, value, default)
+
+
+def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = False) -> None:
+    if value is None or default is None or type(value) is type(default) or default == "???":
+        return
+    if isinstance(value, str) and "${" in value:
+        return
+    if isinstance(default, bool):
+        check(name, value, isinstance(value, bool), "must be true or false")
+    elif isinstance(default, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_whole = isinstance(default, int) and not is_inner
+        check(name, value, not is_whole, "must be a whole number")
+        check(name, value, is_number, "must be a number")
+    elif isinstance(default, dict):
+        check(name, value, isinstance(value, dict), f"is a group; set {name}.NAME, or null")
+
+
+def choices_among(source: Source, words: list[str]) -> list[str]:
+    """Return the words that choose a file of a group."""
+    folder = _folder_of(source)
+    names = {word: re.split("[=@]", word)[0].lstrip("+") for word in words if "=" in word}
+    return [word for word, name in names.items() if name and (folder / name).is_dir()]
+
+
+def _is_unlisted(word: str, values: dict[str, Any], known: Collection[str]) -> bool:
+    """Return whether a word sets an argument that a class has, but that its node lacks."""
+    name, equals, _ = word.partition("=")
+    parent, dot, argument = name.rpartition(".")
+    if not equals or not dot or name in known or not re.fullmatch(r"[\w.]+", name):
+        return False
+    node: Any = values
+    for part in parent.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    target = node.get("_target_") if isinstance(node, dict) else None
+    signature = signature_of(target) if isinstance(target, str) else None
+    return signature is not None and argument in signature.named
 
 
 @contextlib.contextmanager
@@ -171,8 +267,7 @@ def _unknown_choice(error: MissingConfigException) -> str | None:
 
 def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     """Return the end of a line that suggests the nearest setting, of what all others compose."""
-    others = [word for word in words if not word.startswith("-") and name not in word]
-    known = known_settings(source, others)
+    known = known_settings(source, choices_among(source, words))
     if not known:
         return ""
     last = name.rpartition(".")[2]
@@ -185,21 +280,49 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
 
 def known_settings(source: Source, words: list[str]) -> list[str]:
     """Return the full names of the settings and groups that these words compose."""
-    if source.config_name is None or source.config_path is None:
+    values = composition(source, words)
+    if values is None:
         return []
-    folder = Path(inspect.getfile(source.function)).parent / source.config_path
+    names = [name for name, _ in flat(values)]
+    targets = [name for name in names if name.endswith("._target_")]
+    for name in targets:
+        parent = name.removesuffix("._target_")
+        signature = signature_of(str(OmegaConf.select(OmegaConf.create(values), name)))
+        names += [f"{parent}.{argument}" for argument in (signature.named if signature else ())]
+    groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
+    return [*groups, *dict.fromkeys(names)]
+
+
+def composition(source: Source, words: list[str]) -> dict[str, Any] | None:
+    """Return the values that these words compose; None if they don't."""
+    return _composition(source, tuple(words))
+
+
+@functools.cache
+def _composition(source: Source, words: tuple[str, ...]) -> dict[str, Any] | None:
+    if source.config_name is None or source.config_path is None:
+        return None
     hydra_before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(folder.resolve()), version_base=source.version_base):
-            config = hydra.compose(source.config_name, words)
+        with hydra.initialize_config_dir(str(_folder_of(source)), version_base=source.version_base):
+            config = hydra.compose(source.config_name, [*words])
     except (*COMPOSING, OSError):  # `pkg://`, or another mistake in the words
-        return []
+        return None
     finally:
         GlobalHydra.instance().hydra = hydra_before
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    groups = [path.name for path in folder.iterdir() if path.is_dir()]
-    return [*groups, *(name for name, _ in flat(plain))]
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+
+
+def _folder_of(source: Source) -> Path:
+    return (Path(inspect.getfile(source.function)).parent / (source.config_path or "")).resolve()
+
+
+def is_named_after_time() -> bool:
+    """Return whether Hydra makes a new folder for each start of this job, named after the time."""
+    node = HydraConfig.instance().cfg
+    raw: Any = OmegaConf.to_container(node, resolve=False) if node is not None else {}
+    return "${now" in str(raw["hydra"]["run"]["dir"])
 
 
 def is_sweep() -> bool:

@@ -9,39 +9,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import checks, launcher, slurm, variables
+from lockstep_gpt.launch import launcher, slurm, variables
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
 DEVICE_FILES = Path("/dev")
-
-
-def place(config: Config, *, is_resumed: bool = False) -> Placement:
-    """Resolve `auto` to devices present; raise a `UserError` for missing or impossible ones.
-
-    Args:
-        config: a run's settings.
-        is_resumed: the number of devices is from the run's last start, so a launcher's counts.
-    """
-    slurm.become_rank(config.launch)
-    accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
-    gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
-    devices = config.trainer.get("devices", "auto")
-    nodes = config.trainer.get("num_nodes", 1)
-    if launcher.is_inside_launcher():
-        wanted = "auto" if is_resumed else devices
-        devices, nodes = launcher.launched_sizes(wanted, nodes)
-    elif devices == "auto":
-        devices = gpus or 1
-    if gpus is not None and devices > gpus:
-        present = _describe_gpus(gpus)
-        raise UserError(f"trainer.devices={devices}, but {present}; set at most {gpus}")
-    placement = Placement(accelerator, devices, nodes)
-    checks.refuse_impossible(config, placement)
-    return placement
 
 
 def found(

@@ -13,7 +13,8 @@ from typing import NoReturn, TypeVar
 from omegaconf import DictConfig
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import arguments, compose
+from lockstep_gpt.launch import composed
+from lockstep_gpt.launch.main import Program
 
 T = TypeVar("T")
 # What others call a flag.
@@ -45,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     def _refuse_near_flag(self, word: str) -> None:
         """Raise a `UserError` for a flag that is almost one of these; Hydra refuses others."""
         flag = word.partition("=")[0]
-        if not flag.startswith("--") or flag[2:] in arguments.FLAGS:
+        if not flag.startswith("--"):
             return
         known = re.findall(r"--[\w-]+", self.format_usage())
         near = [OTHER_NAMES.get(flag, ""), *difflib.get_close_matches(flag, known, n=1, cutoff=0.7)]
@@ -58,8 +59,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the flags")
 
 
-def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
-    """Call `job` on each configuration that `overrides` compose, and return the results.
+def each_job(program: Program, overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
+    """Call `job` on each configuration that words compose for a program; return the results.
+
+    Args:
+        program: whose configuration it is.
+        overrides: the words of a command line.
+        job: gets the configuration.
 
     Raises:
         UserError: from the first job that raises one, after Hydra, which would print a line.
@@ -73,7 +79,7 @@ def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
         except UserError as error:
             mistakes.append(error)
 
-    compose.run(overrides, run_job)
+    composed.call(program.source, composed.for_hydra(overrides), run_job)
     if mistakes:
         raise mistakes[0]
     return results

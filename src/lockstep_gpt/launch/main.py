@@ -16,20 +16,25 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep_gpt import processes, standard_streams, stop_signals
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.launch import composed, continued, devices, launcher, start, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.logs import LEVELS, log_to_stdout
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.stop_signals import Interrupted
+
+BATCHES = ("lockstep.Batch", "lockstep_gpt.batch.Batch")
 
 
 def main(
@@ -73,6 +78,26 @@ class Program:
         self.function = function
         self.source = composed.Source(function, config_path, config_name, version_base)
         self.reference = reference_of(function)
+        self.name: str | None = None  # what to type to start it; None: as Python was started
+
+    @classmethod
+    def named(cls, reference: str, name: str, config_path: str, config_name: str) -> Program:
+        """Return a program whose function only its ranks import, since that takes seconds.
+
+        Args:
+            reference: of the function that `main` decorates, as `package.module:name`.
+            name: what to type to start it.
+            config_path: folder of the YAML files, absolute.
+            config_name: name of the main file.
+        """
+
+        def function(*arguments: Any) -> Any:
+            return resolve_name(reference)(*arguments)
+
+        program = cls(function, config_path, config_name, "1.3")
+        program.reference = reference
+        program.name = name
+        return program
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the command line; or call the function with a configuration that is given.
@@ -90,7 +115,10 @@ class Program:
         """Call the function as one rank, and return the rank's exit status."""
         from lockstep_gpt.launch import rank
 
-        return rank.call(self.function, run, store)
+        function = self.function
+        if self.name is not None and self.reference is not None:
+            function = resolve_name(self.reference).function
+        return rank.call(function, run, store)
 
     def run(self, words: Sequence[str]) -> int:
         """Run the program with these words of a command line; return the exit status."""
@@ -107,13 +135,13 @@ class Program:
     @standard_streams.never_failing()
     @log_to_stdout()
     def _run(self, words: list[str]) -> int:
-        processes.name_program(sys.modules["__main__"])
+        processes.name_program(sys.modules["__main__"], self.name)
         launcher.end_with_launcher()
         if launcher.is_inside_launcher():
             stop_signals.end_at_once()  # until there is something to save
         else:
             stop_signals.install(has_keyboard=True).interrupt()
-        jobs = Jobs(self, words)
+        jobs = Jobs(partial(run_job, self, words), words)
         composed.call(self.source, composed.for_hydra(words), jobs.run)
         if len(jobs.results) > 1:
             print(jobs.table())
@@ -124,12 +152,14 @@ class Jobs:
     """The jobs of one command: one, or those of a sweep.
 
     Args:
-        program: what they run.
+        run_job: runs one with its configuration; returns its exit status and its value.
         words: of the command line, which all of them have.
     """
 
-    def __init__(self, program: Program, words: Sequence[str]) -> None:
-        self.program = program
+    def __init__(
+        self, run_job: Callable[[DictConfig], tuple[int, Any]], words: Sequence[str]
+    ) -> None:
+        self.run_job = run_job
         self.words = words
         self.results: list[tuple[str, int, Any]] = []  # overrides, exit status, value
 
@@ -155,7 +185,7 @@ class Jobs:
         value: Any = math.nan
         try:
             with refusing_long_names():
-                status, value = run_job(self.program, config)
+                status, value = self.run_job(config)
         except (UserError, RunError) as error:
             processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
@@ -175,11 +205,24 @@ class Jobs:
         return "\n".join(lines)
 
 
-def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
-    """Run a program with one configuration; return its exit status and its function's value."""
+def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple[int, Any]:
+    """Run a program with one configuration; return its exit status and its function's value.
+
+    Args:
+        program: what runs.
+        words: of the command line.
+        config: that they have composed.
+    """
     values = composed.values_to_freeze(config)
+    composed.refuse_other_kinds(program.source, [*words], values)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
+    is_new = values.get("run_dir") is None and composed.is_named_after_time()
+    if values.get("resume") == "auto" and is_new and not composed.is_sweep():
+        raise UserError(
+            "resume=auto needs run_dir=runs/NAME, the run to continue or to start; set it, or leave "
+            "resume=auto out"
+        )
     try:
         return _run_in(run, program, values)
     except UserError:
@@ -193,6 +236,7 @@ def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tupl
         return continued.resume(program.reference, program.rank, run, values)
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
+    spread_batches(values, placement, settings.min_nodes)
     is_named = values.get("run_dir") is not None
     values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
     if program.reference is None and not settings.inline:
@@ -206,6 +250,27 @@ def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tupl
     if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
         composed.remove_traces(run)  # all ranks use the directory of rank 0
     return status, value_of(run, status)
+
+
+def spread_batches(values: dict[str, Any], placement: Placement, min_nodes: int | None) -> None:
+    """Raise a `UserError`, before ranks start, for a `Batch` that the devices can't share.
+
+    Args:
+        values: a whole configuration.
+        placement: the devices.
+        min_nodes: with as few machines, the run goes on with the same batch; None: with no less.
+    """
+    for node in values.values():
+        if not isinstance(node, dict) or node.get("_target_") not in BATCHES:
+            continue
+        sizes = {name: value for name, value in node.items() if name != "_target_"}
+        if any(isinstance(value, str) for value in sizes.values()):  # a reference
+            continue
+        parallel = (values.get("strategy") or {}).get("tensor_parallel", 1)
+        batch = Batch(**sizes).spread_over(placement.devices, placement.nodes, parallel)
+        fixed = Batch(**{**sizes, "global_size": batch.global_size})
+        for count in range(min_nodes or placement.nodes, placement.nodes):
+            fixed.spread_over(placement.devices, count, parallel)
 
 
 def value_of(run: RunDirectory, status: int) -> Any:

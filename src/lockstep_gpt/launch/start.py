@@ -1,44 +1,27 @@
 """How ranks start, in the order in which it happens.
 
-    devices -> the run directory: data prepared, locked, frozen -> ranks
+    devices -> the run directory: locked, frozen -> ranks
 
 This process stays light: it doesn't import torch, so it reports mistakes at once, and can set what
 the ranks need before torch starts (threads, allocator). Exceptions: launch.inline, launchers.
 """
 
 import contextlib
-import logging
 import os
-import secrets
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any, Protocol
 
-from hydra.core.hydra_config import HydraConfig
-
 from lockstep_gpt import stop_signals
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.config import Config, from_container
-from lockstep_gpt.tokens import prepare as data_prepare
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.data_settings import DataModuleConfig
-from lockstep_gpt.tokens.packing import packing_of
 from lockstep_gpt.errors import ReportedError, UserError
 from lockstep_gpt.exits import Ending, Exit
 from lockstep_gpt.launch import (
-    devices,
     launcher,
     machines,
     rank_program,
     supervise,
-    targets,
 )
-from lockstep_gpt.launch.placement import Launch, Placement
-from lockstep_gpt.launch.resolving import is_sweep, named_after, resolved_values
-from lockstep_gpt.logs import LEVELS
+from lockstep_gpt.launch.placement import Launch
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run import last_line, trust
 from lockstep_gpt.run.directory import RunDirectory
@@ -49,8 +32,6 @@ from lockstep_gpt.stop_signals import Interrupted
 Call = Callable[..., int]  # of a run directory, and where ranks of a launcher have met
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]  # as `RunStart.prepare`
 
-
-RANK = "lockstep_gpt.training.train:main"
 
 
 class RunStart(Protocol):
@@ -103,16 +84,6 @@ class NewRun:
     def undo(self) -> None:
         """Remove the directory."""
         self.run.discard()
-
-
-def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
-    """Run one training to its end; return its exit status and its `monitored_value`."""
-    run = run_of(config.run_dir)
-    placement, _ = place_run(config)
-    resolved = resolved_values(values, placement, run)
-    is_named = config.run_dir is not None
-    status = start(NewRun(run, resolved, RANK, prepare_gpt, is_named=is_named))
-    return status, run.monitored_value()
 
 
 class StartMode(Enum):
@@ -248,61 +219,3 @@ def _follow_first_machine(run_start: RunStart, join_seconds: float) -> None:
     run_start.prepare(run_start.values)  # while machine 0 does, if they do not share a folder
     machines.wait_for_first_machine(run, run_start.values, join_seconds)
     run_start.prepare(run.values())
-
-
-def place_run(config: Config, *, is_resumed: bool = False) -> tuple[Placement, Batch]:
-    """Find the devices, and spread the batch over them; reject what their number rules out.
-
-    Args:
-        config: a run's settings.
-        is_resumed: as in `devices.place`.
-    """
-    logging.getLogger().setLevel(LEVELS[config.verbosity])
-    placement = devices.place(config, is_resumed=is_resumed)
-    places = (placement.devices, placement.nodes)
-    batch = config.batch.build().spread_over(*places, config.tensor_parallel)
-    # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
-    fixed = replace(config.batch, global_size=batch.global_size).build()
-    for count in range(config.launch.min_nodes or placement.nodes, placement.nodes):
-        fixed.spread_over(placement.devices, count, config.tensor_parallel)
-    return placement, batch
-
-
-def prepare_gpt(values: dict[str, Any]) -> dict[str, Any]:
-    """Prepare the data of a run; return its values with the fingerprint of its tokens.
-
-    It is fixed before ranks start: all of them, and every restart, open these tokens.
-    """
-    config = from_container(values)
-    targets.refuse_absent_trackers(config)  # before a text is prepared for long
-    return {**values, "data": {**values["data"], "fingerprint": prepare_data(config)}}
-
-
-def prepare_data(config: Config, verify: bool = False, tell: bool = False) -> str | None:
-    """Prepare the data before any rank starts: its errors are reported here, once.
-
-    Returns the fingerprint of its tokens; None if a LightningDataModule makes the batches.
-    """
-    if isinstance(config.data, DataModuleConfig):
-        return None
-    folder = data_prepare.prepare(config.data, verify, tell)
-    index = shards.load_index(folder)
-    shards.check_block_size(index, config.model.block_size)
-    packing_of(config.packing._target_).prepare(folder, config.model.block_size)
-    return index.fingerprint
-
-
-def run_of(run_dir: str | None) -> RunDirectory:
-    """Return the run directory; each job of a sweep gets a numbered one below it."""
-    job = HydraConfig.get()
-    choices = job.runtime.choices
-    path = Path(run_dir or new_name(*named_after(choices)))
-    if is_sweep():
-        path /= str(job.job.num)
-    return RunDirectory(path)
-
-
-def new_name(*parts: str) -> str:
-    """Name a directory after the time; two launches in one second must not collide."""
-    date = time.strftime("%Y%m%d-%H%M%S")
-    return f"runs/{'-'.join([date, *parts, secrets.token_hex(2)]).replace('/', '-')}"

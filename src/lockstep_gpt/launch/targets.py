@@ -6,15 +6,11 @@ they are. What only an import can tell is left to the ranks.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import metadata
 from typing import Any
 
-from lockstep_gpt.catalog import extra_of_target, how_to_add
-from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.data_settings import DataConfig, DataModuleConfig
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.module_texts import (
     hides_submodule,
@@ -31,48 +27,18 @@ from lockstep_gpt.settings import as_typed
 TRACKERS = {"MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard"}
 HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 UNSET = "???"  # what OmegaConf calls missing
-ANY = ("*",)  # of the arguments that code adds: it may add every one
 MOST_LISTED = 8  # arguments in an error
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
-# Node -> arguments that our code adds: see training/building.py and training/batches.py.
-GIVEN = {
-    "callbacks.*": ("seed", "monitored", "tokenizer", "new_model"),
-    "logger.*": ("directory", "config", "model", "save_dir", "run_name", "guard", "run_id"),
-    "strategy": ("accelerator", "world_size", "exact_threads"),
-    "data": (
-        "batch",
-        "micro_size",
-        "seed",
-        "block_size",
-        *(item.name for item in fields(DataConfig)),
-    ),
-    "packing": ANY,
+# Lightning's callbacks that would silently change the experiment: why not, and what instead.
+CALLBACKS = "lightning.pytorch.callbacks."
+REFUSED = {
+    "BatchSizeFinder": "would change the batch; set a batch size that fits",
+    "GradientAccumulationScheduler": "would change the batch; set batch sizes instead",
+    "LearningRateFinder": "would train outside the schedule; sweep the rate with --multirun",
+    "ModelPruning": "renames weights, so no checkpoint fits; prune the trained model instead",
+    "StochasticWeightAveraging": "replaces the schedule; use EMAWeightAveraging",
 }
-
-
-def refuse_mistakes_in(config: Config) -> None:
-    """Raise a `UserError` for a mistake in a `_target_` node of a run."""
-    given: dict[str, Collection[str]] = {**GIVEN}
-    data: dict[str, Any] = {"_target_": config.data._target_}
-    if isinstance(config.data, DataModuleConfig):  # an experiment may set some of our sources'
-        of_sources = {item.name for item in fields(DataConfig)}
-        arguments = config.data.arguments.items()
-        data |= {name: value for name, value in arguments if name not in of_sources}
-    else:
-        given["data"] = ANY
-    if config.trains_gpt:
-        given["module"] = ANY
-    values = {
-        "callbacks": config.callbacks,
-        "data": data,
-        "logger": config.logger,
-        "module": config.module,
-        "packing": {"_target_": config.packing._target_},
-        "strategy": config.strategy,
-        "trainer": config.trainer,
-    }
-    refuse_mistakes(values, given)
 
 
 def refuse_mistakes(
@@ -92,6 +58,8 @@ def refuse_mistakes(
             raise UserError(f"{_join(path, '_target_')}={node['_target_']}: {mistake}")
     for path, node, is_for_code in nodes:
         target = node["_target_"]
+        _refuse_other_experiment(path, target)
+        _refuse_absent_tracker(target)
         added = _added(path, given or {})
         may_lack = not is_for_code and "*" not in added
         signature = signature_of(target) if may_lack or _arguments(node) else None
@@ -110,12 +78,18 @@ def _added(path: str, given: Mapping[str, Collection[str]]) -> set[str]:
     return {name for names in matching for name in names}
 
 
-def refuse_absent_trackers(config: Config) -> None:
-    """Raise a `UserError` if a chosen tracker's library is not installed."""
-    for _, node, _ in _nodes(config.logger, "logger"):
-        library = TRACKERS.get(node["_target_"].removeprefix("lightning.pytorch.loggers."))
-        if library is not None:
-            refuse_absent(f"logger={library}", library, library)
+def _refuse_other_experiment(path: str, target: str) -> None:
+    """Raise a `UserError` for a callback of Lightning's that would change the experiment."""
+    name = target.removeprefix(CALLBACKS)
+    if name != target and name in REFUSED:
+        raise UserError(f"{path}: Lightning's {name} {REFUSED[name]}")
+
+
+def _refuse_absent_tracker(target: str) -> None:
+    """Raise a `UserError` if the library of a tracker is not installed."""
+    library = TRACKERS.get(target.removeprefix("lightning.pytorch.loggers."))
+    if library is not None:
+        refuse_absent(f"logger={library}", library, library)
 
 
 def _nodes(
@@ -268,9 +242,6 @@ def mistake_in(target: str) -> str | None:
         return None  # Hydra says what is wrong with it
     if words[0] == "__main__":
         return None  # of a notebook
-    extra = extra_of_target(target)
-    if extra is not None:
-        return f"needs {how_to_add(extra)}"
     top = words[0]
     module = top_module(top)
     if module is None:

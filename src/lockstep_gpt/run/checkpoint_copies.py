@@ -19,7 +19,7 @@ from lockstep_gpt.run.checkpoint_sums import (
     sum_path,
     verify,
 )
-from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
+from lockstep_gpt.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,7 @@ def fetch(
     directory: RunDirectory,
     run_dir: str | Path,
     copy_to: str,
-    compare: Callable[[str, dict[str, Any]], None] | None = None,
-    *,
-    force: bool = False,
+    compare: Callable[[str, dict[str, Any]], None] | None,
 ) -> VerifiedCheckpoint | None:
     """Fetch the newest intact copy for a run that lost its own checkpoints.
 
@@ -108,35 +106,25 @@ def fetch(
         directory: the run.
         run_dir: its name, as it was frozen.
         copy_to: the folder or URL with copies of runs.
-        compare: refuses other settings; None: those that a `Config` keeps are compared.
-        force: whether the copy may have other settings.
+        compare: refuses other settings; None: the copy may have some.
 
     Raises:
         UserError: it belongs to another run.
     """
     url = copies_of(run_dir, copy_to)
-    # An earlier version used the last part of `run_dir` only: the same for every job 0.
-    former_url = f"{copy_to.rstrip('/')}/{directory.path.name}"
-    for location in dict.fromkeys((url, former_url)):
-        copy = fetch_newest(location, directory.checkpoints)
-        if copy is None:
-            continue
-        try:
-            name = f"{location}/{copy.path.name}"
-            saved = checkpoint.read_verified(copy)["config"]
-            _refuse_another_run(name, saved["run_dir"], run_dir)
-            if compare is not None and not force:
-                compare(name, saved)
-            elif not force:
-                refuse_another_identity(name, saved, directory.values())
-        except UserError as error:
-            checkpoint.remove_checkpoint(copy.path)
-            if location == url:
-                raise
-            logger.warning("skipped a copy: %s", error)
-        else:
-            return copy
-    return None
+    copy = fetch_newest(url, directory.checkpoints)
+    if copy is None:
+        return None
+    try:
+        name = f"{url}/{copy.path.name}"
+        saved = checkpoint.read_verified(copy)["config"]
+        _refuse_another_run(name, saved["run_dir"], run_dir)
+        if compare is not None:
+            compare(name, saved)
+    except UserError:
+        checkpoint.remove_checkpoint(copy.path)
+        raise
+    return copy
 
 
 def _refuse_another_run(name: str, saved: Any, run_dir: str | Path) -> None:

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -15,18 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.config import (
-    Config,
-    from_container,
-    settings_on_resume,
-    with_defaults,
-)
 from lockstep_gpt.damaged_files import read_object, readable
 from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.frozen_file import GROUPS, frozen_text, read_frozen
+from lockstep_gpt.run.frozen_file import frozen_text, read_frozen
 from lockstep_gpt.run.lock import RunLock
 from lockstep_gpt.whole_files import replace_text
 
@@ -40,10 +33,11 @@ SUMMARY_TYPES: dict[str, Any] = {
     "val_loss": int | float | None,
     "monitored_value": int | float | None,
 }
+PLAIN_REFERENCE = re.compile(r"\$\{[^${}:]+\}")  # to another setting, such as `${model.block_size}`
 # How a configuration refers to the directory of its run, with a name of Hydra's.
 OUTPUT_DIR = "${hydra:runtime.output_dir}"
 # What rank 0 decides for all ranks, and what may differ between machines.
-MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
+MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank")
 
 
 class RunDirectory:
@@ -55,9 +49,10 @@ class RunDirectory:
         self.config = path / "config.yaml"  # frozen; references to the environment stay references
         self.log = path / "train.log"  # what rank 0 reported
         self.metrics = path / "metrics.csv"  # one row for each logged step
-        self.trace = path / "trace.csv"  # the bits of each step, with guard.trace=true
+        self.trace = path / "trace.csv"  # the bits of each step, with the callback `Trace`
         self.summary = path / "summary.json"  # how the run ended
         self.failed = path / "failed.json"  # rank, step and error of the first failure
+        self.decided = path / "decided.json"  # values that the run has decided at its first start
         self.wandb_id = path / "wandb/run_id"  # so that a resumed run continues the same W&B run
         self.overrides = path / "overrides.log"  # what each resume changed
         self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
@@ -142,13 +137,6 @@ class RunDirectory:
             raise UserError(f"{self.config}: {error.full_key}: {line}; set it") from None
         return cast(dict[str, Any], resolved)
 
-    def load(self) -> Config:
-        """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
-        values = self.values()
-        if not all(isinstance(values.get(name, {}), dict) for name in GROUPS):
-            raise UserError(f"{self.config} is damaged; restore the original")
-        return from_container(values, self.config)
-
     def hash(self) -> str:
         """Return the SHA-256 of the frozen file, which ranks compare to see that they share it."""
         with readable(self.config):
@@ -171,11 +159,17 @@ class RunDirectory:
                 return {}
         return summary
 
-    def monitored_value(self) -> float:
-        """Return the last value of `checkpoint.monitor`, for a sweep; nan without one."""
-        summary = self.read_summary()
-        value = summary.get("monitored_value", summary.get("val_loss"))  # of earlier versions
-        return math.nan if value is None else float(value)
+    def notes(self) -> dict[str, Any]:
+        """Return what the run has decided once, by name."""
+        content, fault = read_object(self.decided)
+        if fault:
+            raise UserError(f"{self.decided} {fault}; restore the original")
+        return content
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a value that the run has decided, for its later starts."""
+        with self.writing():
+            replace_text(self.decided, json.dumps({**self.notes(), name: value}, indent=2) + "\n")
 
     def _read_informative(self, path: Path) -> dict[str, Any]:
         content, fault = read_object(path)
@@ -279,6 +273,44 @@ def _placed(node: Any, path: str) -> Any:
     return node.replace(OUTPUT_DIR, path) if isinstance(node, str) else node
 
 
+def settled(values: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values in which references to other settings are replaced by what they mean.
+
+    Nothing is called: a reference that would, such as to the environment, is a text in the result,
+    and so is one that leads nowhere. The values may be someone else's.
+    """
+    try:
+        return cast(dict[str, Any], _settled(OmegaConf.create(_without_calls(values))))
+    except RecursionError:
+        raise UserError("a setting refers to itself; correct it") from None
+
+
+def _settled(node: Any) -> Any:
+    if isinstance(node, ListConfig):
+        return [_settled_child(node, index) for index in range(len(node))]
+    if isinstance(node, DictConfig):
+        return {key: _settled_child(node, key) for key in node}
+    return node
+
+
+def _settled_child(parent: Any, key: Any) -> Any:
+    try:
+        return _settled(parent[key])
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[call-overload,index]
+
+
+def _without_calls(node: Any) -> Any:
+    """Escape references that call a function; those to other settings stay."""
+    if isinstance(node, dict):
+        return {name: _without_calls(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_without_calls(value) for value in node]
+    if isinstance(node, str) and "${" in PLAIN_REFERENCE.sub("", node):
+        return literal(node)
+    return node
+
+
 def literal(node: Any) -> Any:
     """Escape references, because a foreign file's could read this machine's environment."""
     if isinstance(node, dict):
@@ -294,38 +326,13 @@ def differences(
     theirs: dict[str, Any], ours: dict[str, Any], free: tuple[str, ...] = MAY_DIFFER
 ) -> list[str]:
     """List the settings that differ between two frozen configurations, with both values."""
-    left = dict(flat(with_defaults(theirs)))
-    right = dict(flat(with_defaults(json.loads(json.dumps(ours)))))
+    left = dict(flat(theirs))
+    right = dict(flat(json.loads(json.dumps(ours))))
     return [
         f"{name}={right.get(name)} instead of {left.get(name)}"
         for name in {**left, **right}
         if left.get(name) != right.get(name) and not name.startswith(free)
     ]
-
-
-def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
-    current = dict(flat(with_defaults(ours)))
-    identity = settings_on_resume("kept", current.get("data._target_"))
-    # Settings that were null, or that were not there yet, are still open.
-    decided = {
-        name: value
-        for name, value in flat(with_defaults(saved))
-        if name in identity and value is not None
-    }
-    # The arguments of a module are all decided: its optimizer has the restored rate, for example.
-    of_module = dict.fromkeys(name for name in current if name.startswith("module."))
-    of_module |= {
-        name: value for name, value in flat(with_defaults(saved)) if name.startswith("module.")
-    }
-    decided |= of_module
-    differing = differences(decided, {name: current.get(name) for name in decided}, free=())
-    if differing:
-        remedy = "use the same, or set resume_force=true"
-        run = Path(where.removeprefix("resume=")).parent.parent  # of a checkpoint
-        if where.startswith("resume=") and (run / "config.yaml").is_file():
-            remedy += f"; to continue the run itself: run_dir={run} resume=auto"
-        raise UserError(f"{where} keeps its settings, but got {some_of(differing)}; {remedy}")
 
 
 def some_of(differing: list[str]) -> str:

@@ -6,20 +6,17 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.config import without_defaults
 from lockstep_gpt.damaged_files import readable
 from lockstep_gpt.errors import UserError
 
 # Its first and last line; a copy that was cut off has only the first.
 BEGIN = "# The run's frozen configuration\n"
 END = "# The end of the frozen configuration\n"
-# Groups that every frozen file has, also one that was written anew, without such lines.
-GROUPS = ("batch", "model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
 
 def frozen_text(values: dict[str, Any]) -> str:
     """Return the text of a frozen file with these values."""
-    text = yaml.safe_dump(without_defaults(values), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{BEGIN}{text}{END}"
 
 
@@ -42,11 +39,7 @@ def read_frozen(path: Path) -> dict[str, Any]:
 def _whole_values(text: str) -> dict[str, Any]:
     """Return the values in the text of a frozen file, or raise a `ValueError` if some are cut."""
     values = dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    if text.startswith(BEGIN):
-        is_whole = END in text
-    else:
-        is_whole = all(isinstance(values.get(name), dict) for name in GROUPS)
-    if not is_whole:
+    if text.startswith(BEGIN) and END not in text:
         raise ValueError("some values are missing")
     json.dumps(values, default=str)  # a ValueError if they contain themselves
     return values

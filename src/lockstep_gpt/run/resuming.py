@@ -21,7 +21,6 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED_TO_RESUME,
-    joined,
     refuse_broken_weights,
     shards_of,
 )
@@ -31,7 +30,7 @@ from lockstep_gpt.run.checkpoint_room import (
     size_of,
 )
 from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity, some_of
+from lockstep_gpt.run.directory import RunDirectory, some_of
 from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
 from lockstep_gpt.run.memory.recovery import newest_in_memory, newest_whole_step
 from lockstep_gpt.run.memory.shard_recovery import newest_shards
@@ -47,68 +46,48 @@ TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before 
 
 def state_to_resume(
     directory: RunDirectory,
-    module: torch.nn.Module | None,
     resume: str = "auto",
     *,
-    force: bool = False,
     compare: CompareSettings | None = None,
     in_memory: bool = True,
     writer: MemoryWriter | None = None,
     fetch_copy: Callable[[], VerifiedCheckpoint | None] = lambda: None,
-    saves_parts: bool = False,
     loses_error: bool = False,
     timeout: float = LONGEST_WAIT,
 ) -> VerifiedCheckpoint | KeptState | None:
     """Return what to resume from: the run's own newest state, else the checkpoint `resume` names.
 
-    None means step 0; with `force`, using its weights that fit. Every rank must call this: rank 0
-    searches and tells the others.
+    None means step 0. Every rank must call this: rank 0 searches and tells the others.
 
     Args:
         directory: the run.
-        module: gets the weights that fit, with `force`; None: another checkpoint must fit.
         resume: none, auto, or where a checkpoint is: for a run that has none of its own.
-        force: whether the checkpoint may have other settings and other weights.
-        compare: refuses settings of another run; None: those that a `Config` keeps are compared.
+        compare: refuses settings of another run; None: it may have others.
         in_memory: whether a state in memory may be taken.
         writer: of the machine, on the rank that has it.
         fetch_copy: fetches the newest copy for a run that lost its checkpoints, if there is one.
-        saves_parts: whether each rank saves its own shards.
         loses_error: whether the strategy accumulates an error that no state has, as powersgd does.
         timeout: the longest wait for another rank in seconds.
     """
-    kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory and not force)
+    kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory)
     if kept is not None:
         _refuse_lost_error(kept.path, loses_error)
         return kept
     newest = None
     if Ranks.from_environment().rank == 0:
-        newest = _newest_of_run(directory, module, resume, fetch_copy, saves_parts)
+        newest = _newest_of_run(directory, resume, fetch_copy)
     newest = verified_on_each_machine(newest)
     if newest is None and resume in ("none", "auto"):
         _tell_start(directory)
         return None
     checkpoint = newest or _named(resume, directory)
-    if force and module is not None:
-        return _forced(checkpoint, directory, module)
     if newest is not None:
         _refuse_lost_error(newest.path, loses_error)
-    elif not force:
-        _refuse_other_settings(checkpoint, directory, compare)
+    elif compare is not None:
+        saved = files.read_verified(checkpoint, whole=False)["config"]
+        compare(f"resume={checkpoint.path}", saved)
     _tell_checkpoint(checkpoint)
     return checkpoint
-
-
-def _refuse_other_settings(
-    checkpoint: VerifiedCheckpoint, directory: RunDirectory, compare: CompareSettings | None
-) -> None:
-    """Raise a `UserError` if a checkpoint of another run has settings that a run keeps."""
-    saved = files.read_verified(checkpoint, whole=False)["config"]
-    where = f"resume={checkpoint.path}"
-    if compare is None:
-        refuse_another_identity(where, saved, directory.values())
-    else:
-        compare(where, saved)
 
 
 def _tell_checkpoint(checkpoint: VerifiedCheckpoint) -> None:
@@ -129,26 +108,6 @@ def _named(resume: str, directory: RunDirectory) -> VerifiedCheckpoint:
     checkpoint = verified_on_each_machine(named)
     assert checkpoint is not None
     return checkpoint
-
-
-def _forced(
-    checkpoint: VerifiedCheckpoint, directory: RunDirectory, module: torch.nn.Module
-) -> VerifiedCheckpoint | None:
-    """Return the checkpoint if all of it fits; else load its weights that fit, for step 0."""
-    path = checkpoint.path
-    content = files.read_verified(checkpoint, whole=False)
-    saved = content["state_dict"]
-    current = module.state_dict()
-    fitting = fitting_of(saved, current)
-    algorithm = directory.values()["optim"]["algorithm"]
-    same_algorithm = content["config"]["optim"]["algorithm"] == algorithm
-    if same_algorithm and len(fitting) == len(saved) == len(current):
-        return checkpoint
-    refuse_lost_numbers(f"checkpoint {path}", fitting, module)
-    module.load_state_dict(joined(fitting), strict=False)
-    message = "resume_force: loaded %d weights of %s; the others are new; starts at step 0"
-    logger.warning(message, len(fitting), path)
-    return None
 
 
 def _newest_in_memory(
@@ -232,18 +191,12 @@ def refuse_other_directory(directory: RunDirectory) -> None:
 
 
 def _newest_of_run(
-    directory: RunDirectory,
-    module: torch.nn.Module | None,
-    resume: str,
-    fetch_copy: Callable[[], VerifiedCheckpoint | None],
-    saves_parts: bool,
+    directory: RunDirectory, resume: str, fetch_copy: Callable[[], VerifiedCheckpoint | None]
 ) -> VerifiedCheckpoint | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
     refuse_misplaced(folder)
     files.remove_leftovers(folder)
-    if module is not None:
-        refuse_small_disk(directory.path, module, saves_parts)
     newest = files.newest_verified(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
     if newest is None and (resume == "auto" or directory.metrics.exists()):
@@ -287,12 +240,9 @@ def fitting_of(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]
     return {name: weight for name, weight in saved.items() if shapes.get(name) == weight.shape}
 
 
-def refuse_lost_parts(where: str, checkpoint: dict[str, Any], counts_samples: bool) -> None:
+def refuse_lost_parts(where: str, checkpoint: dict[str, Any]) -> None:
     """Raise a `UserError` if the checkpoint `where` lacks what a run resumes from."""
-    needed = [*NEEDED_TO_RESUME]
-    if counts_samples:
-        needed.append("samples")
-    missing = [name for name in needed if name not in checkpoint]
+    missing = [name for name in NEEDED_TO_RESUME if name not in checkpoint]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}; {TAKE_ANOTHER}")
 
@@ -322,12 +272,10 @@ class RefuseUnfit(Callback):
 
     Args:
         compare: refuses other settings; None: any may differ.
-        counts_samples: whether the run needs the number of samples that it has seen.
     """
 
-    def __init__(self, compare: CompareSettings | None, counts_samples: bool = False) -> None:
+    def __init__(self, compare: CompareSettings | None) -> None:
         self.compare = compare
-        self.counts_samples = counts_samples
         self._module: torch.nn.Module | None = None
         self._places: dict[str, Any] = {}  # names of weights -> tensors of their whole shapes
 
@@ -340,7 +288,7 @@ class RefuseUnfit(Callback):
     def __call__(self, where: str, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if the checkpoint `where` doesn't fit; every rank must call this."""
         assert self._module is not None, "a Trainer sets up before it reads"
-        refuse_lost_parts(where, checkpoint, self.counts_samples)
+        refuse_lost_parts(where, checkpoint)
         if self.compare is not None:
             self.compare(where, checkpoint["config"])
         # Also those that `configure_model` has made since.
@@ -359,23 +307,6 @@ def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, An
             f"{where}: only {len(fitting)} of its {len(saved)} weights fit this model's "
             f"{len(places)}{more}; use the code that wrote it, or set resume_force=true"
         )
-
-
-def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:
-    """Set Lightning's counts of micro-batches to this run's, which depend on its devices.
-
-    Lightning restores them after the module's `on_load_checkpoint`, and decides by them where a
-    step ends, when to validate, and when to log. A run is one epoch, so its total is its current
-    count, too.
-
-    Args:
-        checkpoint: of any number of devices; changed in place.
-        trainer: of this run.
-    """
-    batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for scope in ("total", "current"):
-        progress[scope] = dict.fromkeys(progress[scope], batches)
 
 
 def align_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
@@ -40,12 +41,14 @@ from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.kept import refuse_other_experiment
+from lockstep_gpt.run.loggers.chosen import chosen_loggers
 from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
 from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.writer import KeepsStates
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import STEP
 from lockstep_gpt.run.resuming import (
+    CompareSettings,
     RefuseUnfit,
     refuse_other_directory,
     refuse_small_disk,
@@ -119,6 +122,8 @@ class Run:
         self.arithmetic = Arithmetic()
         self.resumed: VerifiedCheckpoint | KeptState | None = None  # what the run continues from
         self.trainer: Trainer | None = None  # that trains, once it is known
+        self.facts: dict[str, Any] = {}  # derived values, for `summary.json`
+        self.next_commands: list[str] = []  # what the user may do with a finished run
         self.terminal: TextIO = sys.stderr  # shows failures, also those of other ranks than 0
         self._checkpoints: Saves | None = None
         self._disk: AtomicCheckpointIO | None = None
@@ -174,6 +179,42 @@ class Run:
     def path(self) -> Path:
         """The run's directory."""
         return self.directory.path
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has trained before: it then has weights of its own."""
+        return self.directory.has_begun()
+
+    def recall(self, name: str) -> Any:
+        """Return what the run has decided under this name at an earlier start; None: nothing yet.
+
+        All ranks know the same as long as all of them ask before one of them remembers.
+        """
+        return self.directory.notes().get(name)
+
+    def remember(self, name: str, value: Any) -> None:
+        """Keep, on rank 0, a small value that is decided once in a run, for its later starts."""
+        if self.ranks.rank == 0 and self.recall(name) != value:
+            self.directory.note(name, value)
+
+    def loggers(self, nodes: Mapping[str, Any] | None, **facts: Any) -> list[Logger]:
+        """Return what Lightning's Trainer logs to: `metrics.csv`, and the chosen trackers.
+
+        Only rank 0 has trackers. One that fails, or doesn't answer in time, is dropped: it can't
+        end the run.
+
+        Args:
+            nodes: a name -> what names a logger's class by `_target_`; null: none.
+            facts: derived values, such as the rate, for trackers and `summary.json`.
+
+        Raises:
+            UserError: a setting of a tracker is wrong.
+        """
+        self.facts.update(facts)
+        if self.ranks.rank > 0:
+            return [self.metrics_csv]
+        trackers = chosen_loggers(self.directory, nodes, self.config, facts)
+        return [self.metrics_csv, *trackers]
 
     def join(
         self, accelerator: str = "cpu", backend: str | None = None, store: Store | None = None
@@ -236,12 +277,18 @@ class Run:
         if self.ranks.rank == 0:
             saves_parts = getattr(trainer.strategy, "saves_parts", False)
             refuse_small_disk(self.path, module, saves_parts)
-        unfit = RefuseUnfit(None if self.force else self._refuse_other)
+        if trainer.precision == "64-true":
+            module.double()  # the Trainer would only do so after loading a checkpoint's weights
+        unfit = RefuseUnfit(self._compare)
         unfit.setup(trainer, module, "fit")
         disk.refuse_unfit = unfit
 
-    def _refuse_other(self, where: str, saved: dict[str, Any]) -> None:
-        refuse_other_experiment(where, saved, self.config, self.kept)
+    @property
+    def _compare(self) -> CompareSettings | None:
+        """What refuses a checkpoint of another experiment; None if `force` permits it."""
+        if self.force:
+            return None
+        return partial(refuse_other_experiment, ours=self.config, kept=self.kept)
 
     def checkpoint(self, trainer: Trainer) -> str | None:
         """Return what `trainer.fit` resumes from; None: step 0. Every rank must call this.
@@ -261,10 +308,8 @@ class Run:
         memory = next((part for part in memories if part.keeps_states(trainer)), None)
         self.resumed = state_to_resume(
             self.directory,
-            None,
             self.resume,
-            force=self.force,
-            compare=self._refuse_other,
+            compare=self._compare,
             in_memory=memory is not None,
             writer=memory.writer_for(trainer) if memory else None,
             fetch_copy=partial(self._fetch_copy, copy_to),
@@ -281,7 +326,7 @@ class Run:
     def _fetch_copy(self, copy_to: str | None) -> VerifiedCheckpoint | None:
         if copy_to is None:
             return None
-        return fetch(self.directory, self.path, copy_to, self._refuse_other, force=self.force)
+        return fetch(self.directory, self.path, copy_to, self._compare)
 
     def _refuse_later(self, resumed: VerifiedCheckpoint | KeptState, steps: int) -> None:
         """Raise a `UserError` if nothing is left to train after a checkpoint."""
@@ -293,20 +338,21 @@ class Run:
             f"{counted(steps, 'step')}; raise max_steps, or train less in a new run"
         )
 
-    def announce(self, trainer: Trainer, **lines: str) -> None:
+    def announce(self, trainer: Trainer, *parts: Any, **lines: str) -> None:
         """Print, on rank 0, what the run will do: the lines of its parts, and yours.
 
         Args:
             trainer: is about to train.
+            parts: what else may have `receipt_lines`, such as a `Batch` and a `Schedule`.
             lines: more of them, by their labels, such as `batch="8 samples per step"`.
         """
         self.trainer = trainer
         if self.ranks.rank > 0 or (is_restart() and self.directory.has_begun()):
             return
         receipt = {"run": str(self.path), **self._facts(trainer), **lines}
-        for callback in _callbacks_of(trainer):
-            if isinstance(callback, InReceipt):
-                receipt |= callback.receipt_lines()
+        for part in [*parts, *_callbacks_of(trainer)]:
+            if isinstance(part, InReceipt):
+                receipt |= part.receipt_lines()
         width = max(map(len, receipt))
         text = "\n".join(f"  {label:<{width}}  {line}" for label, line in receipt.items())
         logger.info("%s", text)
@@ -332,8 +378,11 @@ class Run:
     def finish(self, trainer: Trainer, metric: str) -> float:
         """Return the newest value of a logged metric, which a sweep compares; nan without one."""
         self.trainer = trainer
-        value = trainer.callback_metrics.get(metric)
-        return math.nan if value is None else float(value)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, Metrics):
+                values |= callback.row  # with all digits
+        return values.get(metric, math.nan)
 
     def conclude(self, status: str, value: Any = None, *, saved: bool = True) -> None:
         """Write `summary.json` on rank 0, end the runs of trackers, and print what is next.
@@ -355,6 +404,7 @@ class Run:
             "step": trainer.global_step if trainer else 0,
             "wandb_run_id": read_id(self.directory.wandb_id, WANDB_ID),
             "world_size": self.ranks.world_size,
+            **self.facts,
             "value": value,
             "saved": saved,
             "wall_seconds": time.perf_counter() - self._started,
@@ -388,8 +438,11 @@ class Run:
             lines.append(f"  files        {self.directory.path}")
         if self._checkpoints is not None and self.directory.checkpoints.exists():
             lines.append(f"  checkpoints  {self.directory.checkpoints}")
+        commands = [*self.next_commands]
         for tracked in tracked_runs(trainer.loggers if trainer else []):
-            lines += [f"  {command}" for command in tracked.next_commands() or []]
+            commands += tracked.next_commands() or []  # None from a tracker that failed
+        if commands:
+            lines += ["next", *(f"  {command}" for command in commands)]
         return "\n".join(["", *lines])
 
 

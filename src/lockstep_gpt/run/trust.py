@@ -4,24 +4,41 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.config_files import config_folders
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory, flat, some_of
+from lockstep_gpt.run.directory import RunDirectory, flat, settled, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
 
 
-def foreign_settings(values: dict[str, Any]) -> list[str]:
-    """Return settings of targets that neither configs/ nor Lightning has, and all references."""
-    files = [path for folder in config_folders() for path in folder.rglob("*.yaml")]
+def own_folders() -> list[Path]:
+    """Return the folders of YAML files that Hydra searches for this command."""
+    if not HydraConfig.initialized():
+        return []
+    sources = HydraConfig.get().runtime.config_sources
+    return [Path(source.path) for source in sources if source.schema == "file"]
+
+
+def foreign_settings(values: dict[str, Any], folders: Iterable[Path]) -> list[str]:
+    """Return settings of targets that neither YAML files nor Lightning have, and references.
+
+    Those to other settings are replaced by what they mean.
+
+    Args:
+        values: a whole configuration.
+        folders: of YAML files that are known.
+    """
+    files = [path for folder in folders for path in folder.rglob("*.yaml")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     our_targets = re.findall(r"_target_: (\S+)", text)
-    settings = list(flat(values))
+    settings = list(flat(settled(values)))
     nodes = []  # prefixes of the settings to return
     for name, value in settings:
         is_reference = re.search(r"\$\{|_target_", str(value))
@@ -44,6 +61,7 @@ def permit_values(
     file: str,
     remedy: str,
     composed: dict[str, Any] | None = None,
+    folders: Iterable[Path] | None = None,
 ) -> None:
     """Record for this user that `values` may be built; if not, raise a `UserError`.
 
@@ -53,13 +71,15 @@ def permit_values(
         file: where it is, for the error.
         remedy: how the user says so.
         composed: another one, of the user's own command, which needs no permission.
+        folders: of YAML files whose targets need none either; None: those of this command.
     """
-    settings = foreign_settings(values)
+    known = own_folders() if folders is None else [*folders]
+    settings = foreign_settings(values, known)
     # `Path.expanduser` would raise if there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     record = Path("/", state, PROGRAM, "built", digest)
-    is_composed_here = set(settings) <= set(foreign_settings(composed or {}))
+    is_composed_here = set(settings) <= set(foreign_settings(composed or {}, known))
     if not (trusted or is_composed_here or os.access(record, os.F_OK)):
         raise UserError(
             f"{file} has {some_of(settings)}, which no run that you started here has used; if you "

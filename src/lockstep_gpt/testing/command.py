@@ -5,7 +5,6 @@ from __future__ import annotations
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import flags
-from lockstep_gpt.launch.arguments import MULTIRUN
 from lockstep_gpt.settings import counted
 from lockstep_gpt.testing.assertion import check
 from lockstep_gpt.testing.experiment import FailedRunError
@@ -38,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kill-after", type=flags.count)
     options, overrides = parser.split(arguments)
     for word in overrides:
-        if word in MULTIRUN:
+        if word in ("-m", "--multirun"):
             raise UserError(f"{word} starts a sweep; a check trains one experiment")
         flag = FLAG_OF_SETTING.get(word.partition("=")[0])
         if flag:

@@ -98,4 +98,4 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def words(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings with which a rung starts at once: there is almost no data to prepare."""
     (path := tmp_path_factory.mktemp("corpus") / "text").write_text("some words " * 18_000)
-    return ["data=text", f"data.path={path}", f"data.root={data_root}", "trainer=cpu"]
+    return ["data=text", f"data.source.path={path}", f"data.root={data_root}", "trainer=cpu"]

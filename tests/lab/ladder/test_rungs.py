@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-SHORT = ["max_steps=6", "precision=64-true", "optim.warmup_steps=2"]
+SHORT = ["max_steps=6", "precision=64-true", "schedule.warmup=2"]
 
 
 def losses(path):

@@ -109,7 +109,7 @@ def test_an_id_that_leads_nowhere_is_a_warning_and_without_one_a_run_begins(comm
 
 def test_a_failed_run_is_marked_as_failed(command, client, uri):
     words = ("logger=mlflow", f"logger.mlflow.tracking_uri={uri}", "run_dir=run")
-    command.train(*words, "optim.lr=1e30", "optim.clip_norm=null", status=1)
+    command.train(*words, "optim.lr=1e30", "clip_norm=null", status=1)
     assert the_run(client).info.status == "FAILED"
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lockstep_gpt.run.checkpoint import read_checkpoint
 
-SHARDED = ("trainer=cpu", "strategy=fsdp2", "checkpoint.memory=4", "checkpoint.every=20")
+SHARDED = ("trainer=cpu", "strategy=fsdp2", "memory=4", "checkpoint.every=20")
 # Kills the ranks named for a step, once; a negative one first damages its newest shards.
 KILL = """
 import os, pathlib, signal, lightning

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 
-import lockstep_gpt
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import tool
 from lockstep_gpt.run.checkpoint_sums import files_of
@@ -28,14 +27,12 @@ from lockstep_gpt.settings import check, check_choice
 from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:
-    from torch.nn import Module
     from wandb.sdk.wandb_run import Run
 
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
 INIT_SECONDS = 30.0  # for the server's answer at the start
-WATCHED = (None, "gradients", "parameters", "all")
 # What wandb shows for a metric in its table of runs, instead of the last value.
 SUMMARIES = {
     "train/loss": "min",
@@ -52,12 +49,9 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
     Args:
         directory: the run, which has the id of the wandb run.
         config: its configuration, without secrets; the wandb run has the same name.
-        model: for the histograms of `watch`.
         mode: auto, online, offline, or disabled.
         log_model: upload the best and the last checkpoint at the end, as an artifact.
-        log_code: upload the package's source, as an artifact.
-        watch: log histograms every `log_every` steps: gradients, parameters, or all; None: none.
-        guard: also of rows that don't come through this logger, such as histograms; None: none.
+        guard: also of rows that don't come through this logger; None: none.
         arguments: of `wandb.init`, such as `project`.
 
     Raises:
@@ -70,16 +64,12 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         *,
         directory: RunDirectory,
         config: dict[str, Any],
-        model: Module,
         mode: str,
         log_model: bool = False,
-        log_code: bool = False,
-        watch: str | None = None,
         guard: TrackerGuard | None = None,
         **arguments: Any,
     ) -> None:
         check_choice("logger.wandb.mode", mode, MODES)
-        check_choice("logger.wandb.watch", watch, WATCHED)
         tags = arguments.get("tags")  # wandb would take each letter of a text for one
         check(
             "logger.wandb.tags", tags, not isinstance(tags, str), f"must be a list; write [{tags}]"
@@ -106,10 +96,6 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         if guard is not None:
             guard_rows(run, guard)
         define_axes(run)
-        if log_code:
-            run.log_code(str(Path(lockstep_gpt.__file__).parent))
-        if watch is not None:
-            run.watch(model, log=watch, log_freq=config["log_every"], log_graph=False)  # type: ignore[arg-type]
         super().__init__(experiment=run)
         self.directory = directory
         self.uploads_checkpoints = log_model
@@ -152,14 +138,6 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             run.mark_preempting()
         run.summary["status"] = status
         run.finish(exit_code=0 if status in ENDED_WELL else 1)
-
-    @staticmethod
-    def prepare_start(mode: str = "auto", **_: Any) -> None:
-        """Start wandb's process, for which `wandb.init` would wait."""
-        if mode == "auto":
-            mode = os.environ.get("WANDB_MODE", mode)
-        if mode != "disabled":
-            wandb.setup(wandb.Settings(silent=True))
 
     @staticmethod
     def abandon(directory: RunDirectory) -> str:

@@ -1,0 +1,162 @@
+"""Builds what `_target_` nodes of a configuration name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+import sys
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_method, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep_gpt.errors import UserError, describe_error
+from lockstep_gpt.settings import as_typed
+
+LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
+TARGETS = re.compile(r'"(?:_target_|path)": "(.+?)"')
+
+
+def build(node: Any, **given: Any) -> Any:
+    """Build what a `_target_` node names, with those of the given arguments that it accepts.
+
+    So a program can offer what it knows, such as `seed`, and each class takes what it needs:
+
+        data = build(cfg.data, batch=batch, seed=cfg.seed)
+
+    A list that both have, such as a Trainer's `plugins`, is joined.
+
+    Args:
+        node: of a configuration: the name of a class or a function, and arguments for it.
+        given: more arguments, by name.
+
+    Raises:
+        UserError: there is no such class, it has no such argument, the node has an argument that is
+            given, or the class refuses one.
+    """
+    config = cast(DictConfig, node if OmegaConf.is_config(node) else OmegaConf.create(node))
+    place = config._get_full_key(None)
+    values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    target = values.get("_target_")
+    if not isinstance(target, str):
+        raise UserError(f"{place or 'a node'} has no _target_, which names its class; set it")
+    function = imported(target, place)
+    accepted = inspect.signature(function).parameters
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
+    arguments = {name: value for name, value in given.items() if takes_any or name in accepted}
+    _refuse_unknown(place, values, {} if takes_any else accepted)
+    own = _own_arguments(values, place)
+    for name in own.keys() & arguments.keys():
+        arguments[name] = _joined(f"{place}.{name}".lstrip("."), own.pop(name), arguments[name])
+    try:
+        return function(**own, **arguments)
+    except UserError as mistake:
+        raise _of_node(place, mistake, accepted) from mistake
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        if not str(getattr(function, "__module__", "")).startswith(LIBRARIES):
+            raise  # a traceback of the owner's code tells more
+        raise UserError(f"{place}: {' '.join(str(error).split())}".lstrip(": ")) from error
+
+
+def instantiate_all(nodes: Mapping[str, Any] | None, **given: Any) -> list[Any]:
+    """Build each node of a group, such as `callbacks`, in its order; leave out those that are null.
+
+    Args:
+        nodes: a name you choose -> a `_target_` node.
+        given: as in `build`.
+
+    Raises:
+        UserError: as in `build`.
+    """
+    return [build(node, **given) for node in (nodes or {}).values() if node is not None]
+
+
+def imported(target: str, place: str = "") -> Any:
+    """Return what a dotted name stands for, or raise a `UserError`.
+
+    Args:
+        target: the name of a class or a function.
+        place: of the node that has it.
+    """
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises
+    if not {"", str(Path.cwd())} & {*sys.path}:  # as `python -m` does, but a script doesn't
+        sys.path.append(str(Path.cwd()))
+    try:
+        return get_method(target)
+    except (InstantiationException, TypeError, ImportError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Hydra's errors around it repeat the name
+            cause = cause.__cause__
+        name = f"{place}._target_".lstrip(".")
+        line = describe_error(cause)
+        raise UserError(f"{name}={target} can't be imported; correct it ({line})") from error
+
+
+def _own_arguments(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a node's own arguments, in which Hydra has built the nodes."""
+    # It may build what the configuration names. Hydra still rejects what runs arbitrary code.
+    allowed: dict[str, Any] = {}
+    if "_execution_whitelist_" in inspect.signature(instantiate).parameters:
+        allowed["_execution_whitelist_"] = TARGETS.findall(json.dumps(values, default=str))
+    node = {name: value for name, value in values.items() if name != "_partial_"}
+    try:
+        partial = instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
+    except InstantiationException as error:
+        raise _mistake(place, error) from error
+    return dict(partial.keywords)
+
+
+def _mistake(place: str, error: InstantiationException) -> Exception:
+    """Return what is wrong with a node in one line; Hydra's own errors have it as their cause."""
+    cause = error.__cause__
+    if isinstance(cause, UserError):
+        inner = str(error).rpartition("full_key: ")[2].strip()
+        return _of_node(f"{place}.{inner}" if place and inner else place or inner, cause)
+    if cause is not None and not isinstance(cause, TypeError | ImportError):
+        return error  # a traceback of the owner's code tells more
+    return UserError(f"{place}: {' '.join(str(cause or error).split())}".lstrip(": "))
+
+
+def _of_node(
+    place: str, mistake: UserError, arguments: Collection[str] | None = None
+) -> UserError:
+    """Return what a class says of its own argument by the setting's full name.
+
+    Args:
+        place: of the node.
+        mistake: what the class has raised.
+        arguments: of the class, since it may speak of another setting; None: unknown.
+    """
+    text = str(mistake)
+    named = re.match(r"(\w+)=", text)
+    if not place or not named or (arguments is not None and named[1] not in arguments):
+        return mistake
+    return UserError(f"{place}.{text}")
+
+
+def _refuse_unknown(place: str, values: dict[str, Any], accepted: Mapping[str, Any]) -> None:
+    if not accepted:
+        return
+    called = values["_target_"].rpartition(".")[2]
+    for name in values:
+        if name in accepted or name.startswith("_"):  # such as `_target_`
+            continue
+        near = get_close_matches(name, accepted, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; leave it out"
+        raise UserError(f"{place}.{name}: {called} has no argument {name}{hint}".lstrip("."))
+
+
+def _joined(setting: str, own: Any, given: Any) -> Any:
+    """Return what a node and the program both have: lists together; else raise a `UserError`."""
+    if isinstance(own, list) and isinstance(given, list):
+        return [*given, *own]
+    if own is None:
+        return given
+    raise UserError(f"{setting}={as_typed(own)} is for the program to decide; leave it out")

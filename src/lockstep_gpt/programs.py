@@ -1,0 +1,11 @@
+"""The programs of this project, which the commands start."""
+
+from lockstep_gpt import CONFIGS
+from lockstep_gpt.launch.main import Program
+from lockstep_gpt.processes import invocation
+
+
+def train_program() -> Program:
+    """Return the program of train.py, which only its ranks import."""
+    name = f"{invocation()} train"
+    return Program.named("lockstep_gpt.train:main", name, str(CONFIGS), "train")
