@@ -210,7 +210,7 @@ def test_small_buckets_do_not_cut_a_compiled_model(new_run, on_ranks):
     ("strategy", "precision", "line"),
     [
         ({}, "16-mixed", "precision=16-mixed does not work with strategy=fsdp2; set 32-true or"),
-        ({}, "64-true", "precision=64-true does not work with strategy=fsdp2; set 32-true or"),
+        ({}, "bf16-true", "precision=bf16-true does not work with strategy=fsdp2; set 32-true or"),
         (
             {"param_dtype": "bfloat16"},
             "32-true",
@@ -225,22 +225,5 @@ def test_shards_are_updated_in_some_precisions_only(
         run = new_run(precision=precision)
         settings = {} if precision == "16-mixed" else {"precision": precision}
         run.fit(strategy=fsdp2(**SETTINGS, **strategy), devices=2, **settings)
-
-    assert all(line in said for said in on_ranks(2, fit))
-
-
-@pytest.mark.parametrize(
-    ("model", "line"),
-    [
-        (
-            {"n_head": 1},
-            "strategy.tensor_parallel=2 does not divide model.n_head=1; use 1",
-        ),
-    ],
-)
-def test_a_model_that_can_not_be_split_evenly_is_refused(new_run, on_ranks, model, line):
-    def fit(_rank):
-        run = new_run(model=model)
-        run.fit(strategy=fsdp2(**SETTINGS, tensor_parallel=2), devices=2)
 
     assert all(line in said for said in on_ranks(2, fit))

@@ -61,3 +61,23 @@ def test_groups_that_split_each_matrix_are_counted(on_ranks):
 
     line = "ShardedStrategy over gloo, 1 data x 2 tensor parallel"
     assert on_ranks(2, say) == [line, line]
+
+
+@pytest.mark.parametrize(
+    ("layers", "line"),
+    [
+        (0, "trainer.sync_batchnorm=true changes nothing: the model has none"),
+        (1, "1 layer synchronized over all ranks"),
+        (2, "2 layers synchronized over all ranks"),
+    ],
+)
+def test_what_sync_batchnorm_does_is_said(on_ranks, layers, line):
+    def say(_rank):
+        norms = [torch.nn.BatchNorm1d(3) for _ in range(layers)]
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), *norms)
+        strategy = strategies.ddp(process_group_backend="gloo")
+        asked = facts_of(trainer_of(strategy, devices=2, sync_batchnorm=True), model)
+        strategy = strategies.ddp(process_group_backend="gloo")
+        return asked["batchnorm"], "batchnorm" in facts_of(trainer_of(strategy, devices=2), model)
+
+    assert on_ranks(2, say) == [(line, False)] * 2
