@@ -29,7 +29,7 @@ from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.module import GPTModule
-from lockstep_gpt.optim import adamw
+from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
@@ -137,6 +137,8 @@ def new_run(folder):
     """Create a run of `max_steps` updates of two micro-batches of two samples each."""
 
     def make(*, model=None, optim=None, schedule=None, checkpoint=None, batch=None, **settings):
+        optim = {**OPTIM, **(optim or {})}
+        make_optimizer = {"adamw": adamw, "muon": muon}[optim.pop("algorithm", "adamw")]
         config = OmegaConf.create(
             {
                 **{"seed": 1337, "max_steps": 6, "val_every": 3, "log_every": 2},
@@ -144,7 +146,7 @@ def new_run(folder):
                 **settings,
                 "batch": {**BATCH, **(batch or {})},
                 "model": {**MODEL, **(model or {})},
-                "optim": {**OPTIM, **(optim or {})},
+                "optim": optim,
                 "checkpoint": checkpoint or {},
             }
         )
@@ -157,7 +159,7 @@ def new_run(folder):
         torch.manual_seed(config.seed)
         module = GPTModule(
             partial(GPT, **config.model),
-            partial(adamw, **config.optim),
+            partial(make_optimizer, **config.optim),
             course,
             data.vocab_size,
             compiled=config.compile,

@@ -14,7 +14,7 @@ from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks, s
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.functional import IGNORE, SHORT
-from lockstep_gpt.modern import Modern
+from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.run.checkpoint_room import size_of
 
 SPLIT = ("trainer=cpu", "strategy=fsdp2", "strategy.tensor_parallel=2", "verbosity=quiet")
@@ -22,7 +22,7 @@ TWO = (*SPLIT, "trainer.devices=2")
 FOUR = (*SPLIT, "trainer.devices=4")
 ONE = ("trainer=cpu", "trainer.devices=1", "launch.inline=true", "verbosity=quiet")
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 16}
-MODERN = {**SHAPE, "of": Modern}
+MODERN = {**SHAPE, "of": ModernGPT}
 SHAPES = {
     "gpt": SHAPE,
     "gpt-without-bias": {**SHAPE, "bias": False, "activation_checkpointing": True},
