@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lockstep_gpt import schedule as tested

@@ -160,7 +160,10 @@ def test_a_resume_within_a_window_continues_the_mean(
     def fit(folder, **settings):
         def on_rank(_rank):
             saves = ModelCheckpoint(tmp_path / folder, "fifth", every_n_train_steps=5)
-            callbacks, logger = [Metrics(every=EVERY), saves], CSVLogger(tmp_path / f"{folder}-rows")
+            callbacks, logger = (
+                [Metrics(every=EVERY), saves],
+                CSVLogger(tmp_path / f"{folder}-rows"),
+            )
             settings["world_size"] = world_size
             foreign.train(measured(), *callbacks, logger=logger, accumulation=2, **settings)
 

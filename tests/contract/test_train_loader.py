@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading.loaders import TrainLoader, eval_loader, train_loader
 from lockstep_gpt.loading.order import Shuffled
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO

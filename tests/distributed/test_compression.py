@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.strategies import ddp
 
+
 @pytest.mark.parametrize(
     ("name", "hook"),
     [

@@ -218,9 +218,7 @@ def test_small_buckets_do_not_cut_a_compiled_model(new_run, on_ranks):
         ),
     ],
 )
-def test_shards_are_updated_in_some_precisions_only(
-    new_run, on_ranks, strategy, precision, line
-):
+def test_shards_are_updated_in_some_precisions_only(new_run, on_ranks, strategy, precision, line):
     def fit(_rank):
         run = new_run(precision=precision)
         settings = {} if precision == "16-mixed" else {"precision": precision}

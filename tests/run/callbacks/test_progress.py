@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.progress import Progress
 
 LINE = (
