@@ -29,7 +29,7 @@ from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.module import GPTModule
-from lockstep_gpt.optim import adamw
+from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
@@ -60,9 +60,9 @@ class Run:
     module: GPTModule
     val_loss: float | None = None  # of the last `fit`
 
-    @property
-    def tokens_per_step(self):
-        return self.batch.global_size * self.config.model.block_size
+    def metrics(self, every, **settings):
+        """Return what counts the run's tokens."""
+        return Metrics(self.batch, every, **settings)
 
     @property
     def clipping(self):
@@ -83,7 +83,7 @@ class Run:
         first = [MicroBatchSeeds(self.config.seed)]
         if Metrics not in chosen:
             first.append(Metrics(self.batch, every=self.config.log_every))
-        if "strategy" not in settings and self.config.batch.exact_micro_size is not None:
+        if "strategy" not in settings and self.batch.is_exact:
             settings["strategy"] = strategies.auto(batch=self.batch)
         last = [self.clipping]
         trainer = lightning.Trainer(
@@ -137,6 +137,8 @@ def new_run(folder):
     """Create a run of `max_steps` updates of two micro-batches of two samples each."""
 
     def make(*, model=None, optim=None, schedule=None, checkpoint=None, batch=None, **settings):
+        optim = {**OPTIM, **(optim or {})}
+        make_optimizer = {"adamw": adamw, "muon": muon}[optim.pop("algorithm", "adamw")]
         config = OmegaConf.create(
             {
                 **{"seed": 1337, "max_steps": 6, "val_every": 3, "log_every": 2},
@@ -144,7 +146,7 @@ def new_run(folder):
                 **settings,
                 "batch": {**BATCH, **(batch or {})},
                 "model": {**MODEL, **(model or {})},
-                "optim": {**OPTIM, **(optim or {})},
+                "optim": optim,
                 "checkpoint": checkpoint or {},
             }
         )
@@ -157,7 +159,7 @@ def new_run(folder):
         torch.manual_seed(config.seed)
         module = GPTModule(
             partial(GPT, **config.model),
-            partial(adamw, **config.optim),
+            partial(make_optimizer, **config.optim),
             course,
             data.vocab_size,
             compiled=config.compile,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep_gpt.distributed.strategies import single_device
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.gradient_bits import refuse_changing_kernels
 from lockstep_gpt.training.replays import Replays, Vote, verdict
@@ -99,7 +99,7 @@ def test_a_batchnorm_is_refused(command):
 
 def test_gpus_need_kernels_that_always_round_alike(new_run):
     def on_gpu(exact_threads):
-        trainer = SimpleNamespace(strategy=single_device("cpu", exact_threads))
+        trainer = SimpleNamespace(strategy=SingleDeviceStrategy(exact_threads=exact_threads))
         modules = new_run().module.modules
         return SimpleNamespace(device=torch.device("cuda"), modules=modules, trainer=trainer)
 

@@ -201,9 +201,11 @@ def train_loader(
         endless: let the data have no epochs.
 
     Raises:
-        UserError: the dataset isn't map-style, or is empty, or there is no Trainer yet.
+        UserError: the dataset isn't map-style, or is empty, there is no Trainer yet, or its
+            strategy can't add gradients as `batch` says.
     """
     trainer = attached(trainer)
+    _refuse_other_sums(trainer, batch)
     size = size_of(dataset)
     return TrainLoader(
         Batches(BatchReader(dataset, seed, collate), trainer.strategy, workers),
@@ -212,6 +214,16 @@ def train_loader(
         None if endless else size,
         order or Shuffled(size, seed),
     )
+
+
+def _refuse_other_sums(trainer: Trainer, batch: Sized | int) -> None:
+    """Raise a `UserError` if a batch needs exact sums, and the strategy adds in its own order."""
+    is_exact = getattr(batch, "is_exact", False)
+    if is_exact and getattr(trainer.strategy, "exact_threads", None) is None:
+        raise UserError(
+            f"batch.exact_micro_size is set, and {type(trainer.strategy).__name__} adds gradients "
+            "in an order of its own; set strategy=auto or strategy=ddp, which get the batch"
+        )
 
 
 def eval_loader(
