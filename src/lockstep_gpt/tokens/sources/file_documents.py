@@ -215,13 +215,13 @@ class PathDocuments(FileDocuments):
     wanted: ClassVar[str] = ""  # pattern that the names of a folder's files must match
 
     path: str = setting(
-        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", decides=False
+        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", decides="place"
     )
     val_path: str | None = setting(
-        "files to validate on; null: val_fraction of `path`", None, decides=False
+        "files to validate on; null: val_fraction of `path`", None, decides="place"
     )
     test_path: str | None = setting(
-        "files to test on; null: test_fraction of `path`", None, decides=False
+        "files to test on; null: test_fraction of `path`", None, decides="place"
     )
 
     @cached_property
