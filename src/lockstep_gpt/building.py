@@ -14,11 +14,13 @@ from typing import Any, cast
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.settings import as_typed
 
+LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
 TARGETS = re.compile(r'"(?:_target_|path)": "(.+?)"')
 
 
@@ -57,6 +59,10 @@ def build(node: Any, **given: Any) -> Any:
         return function(**own, **arguments)
     except UserError as mistake:
         raise _of_node(place, mistake, accepted) from mistake
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        if not str(getattr(function, "__module__", "")).startswith(LIBRARIES):
+            raise  # a traceback of the owner's code tells more
+        raise UserError(f"{place}: {' '.join(str(error).split())}".lstrip(": ")) from error
 
 
 def instantiate_all(nodes: Mapping[str, Any] | None, **given: Any) -> list[Any]:
@@ -118,9 +124,7 @@ def _mistake(place: str, error: InstantiationException) -> Exception:
     return UserError(f"{place}: {' '.join(str(cause or error).split())}".lstrip(": "))
 
 
-def _of_node(
-    place: str, mistake: UserError, arguments: Collection[str] | None = None
-) -> UserError:
+def _of_node(place: str, mistake: UserError, arguments: Collection[str] | None = None) -> UserError:
     """Return what a class says of its own argument by the setting's full name.
 
     Args:

@@ -141,7 +141,7 @@ class Program:
             stop_signals.end_at_once()  # until there is something to save
         else:
             stop_signals.install(has_keyboard=True).interrupt()
-        jobs = Jobs(partial(run_job, self), words)
+        jobs = Jobs(partial(run_job, self, words), words)
         composed.call(self.source, composed.for_hydra(words), jobs.run)
         if len(jobs.results) > 1:
             print(jobs.table())
@@ -205,9 +205,16 @@ class Jobs:
         return "\n".join(lines)
 
 
-def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
-    """Run a program with one configuration; return its exit status and its function's value."""
+def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple[int, Any]:
+    """Run a program with one configuration; return its exit status and its function's value.
+
+    Args:
+        program: what runs.
+        words: of the command line.
+        config: that they have composed.
+    """
     values = composed.values_to_freeze(config)
+    composed.refuse_other_kinds(program.source, [*words], values)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
     is_new = values.get("run_dir") is None and composed.is_named_after_time()

@@ -14,6 +14,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import Recipe, create_folder
@@ -22,8 +24,6 @@ from lockstep_gpt.tokens.sources.file_documents import ENDS
 from lockstep_gpt.tokens.sources.source import Source
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.whole_files import replace_text
 
 
@@ -78,8 +78,8 @@ class PreparedSources:
             other = seen.setdefault(folder, name)
             if other != name:
                 raise UserError(
-                    f"data.source.sources.{other} and data.source.sources.{name} are the same tokens ({folder}); "
-                    "remove one of them"
+                    f"data.source.sources.{other} and data.source.sources.{name} are the same "
+                    f"tokens ({folder}); remove one of them"
                 )
 
     def _check_tokenizers(self) -> None:
@@ -87,7 +87,8 @@ class PreparedSources:
         for name, index in others:
             if index.tokenizer != expected.tokenizer:
                 raise UserError(
-                    f"data.source.sources.{first} and data.source.sources.{name} have different tokenizers "
+                    f"data.source.sources.{first} and data.source.sources.{name} have different "
+                    "tokenizers "
                     f"({_kind(expected)} and {_kind(index)}), and a model has one; set the same "
                     f"data.source.sources.NAME.tokenizer, or data.source.tokenizer_from={first}"
                 )

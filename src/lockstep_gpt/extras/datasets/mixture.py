@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep_gpt.errors import UserError
@@ -79,11 +80,14 @@ class Mixture(Source):
             raise UserError(f"data.source.sources has {count}; at most {MOST} are allowed")
         for name, source in self.sources.items():
             _check_source(name, source)
+        if self.tokenizer_from is not None:
+            self._check_name("tokenizer_from", self.tokenizer_from)
+        self._check_shares()
+
+    def _check_shares(self) -> None:
         self._check_table("weights", self.weights)
         self._check_table("epochs", self.epochs)
         self._check_schedule()
-        if self.tokenizer_from is not None:
-            self._check_name("tokenizer_from", self.tokenizer_from)
         scheduled = [phase["weights"] for phase in self.schedule]
         weighted = {name for part in (self.weights, *scheduled) for name in part}
         for name in self.names_of_sources():
@@ -159,10 +163,10 @@ class Mixture(Source):
         planned = samples
         if self.planned_tokens is not None:
             planned = max(1, self.planned_tokens // block_size)
-        key = (tuple(sizes.items()), planned, seed)
+        key = (tuple(sizes.items()), planned, block_size, seed)
         if key not in self._orders:
             shares = phases(self.weights, self.epochs, self.schedule, sizes, planned)
-            self._orders[key] = MixedOrder(sizes, shares, seed)
+            self._orders[key] = MixedOrder(sizes, shares, seed, planned * block_size)
         return self._orders[key]
 
     @cached_property

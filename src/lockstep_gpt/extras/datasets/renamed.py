@@ -22,6 +22,8 @@ def renamed(name: str, source_class: type[Source]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        known = "|".join(sorted((item.name for item in fields(source_class)), key=len, reverse=True))
+        known = "|".join(
+            sorted((item.name for item in fields(source_class)), key=len, reverse=True)
+        )
         place = rf"data.source.sources.{name}.\1"
         raise UserError(re.sub(rf"\bdata\.source\.({known})\b", place, str(error))) from error

@@ -37,8 +37,8 @@ def phases(
     if fixed and rest <= 0:
         needed = round(sum(fixed.values()) * planned)
         raise UserError(
-            f"data.source.epochs takes {needed:,} windows, and the run has {planned:,}, some of them for "
-            "sources with weights; lower the epochs, or train longer"
+            f"data.source.epochs takes {needed:,} windows, and the run has {planned:,}, some of "
+            "them for sources with weights; lower the epochs, or train longer"
         )
     later = [(round(exact(change["from"]) * planned), change["weights"]) for change in schedule]
     result = []

@@ -8,6 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.files import find_files
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.sources.parquet import texts_in
@@ -19,9 +22,6 @@ from lockstep_gpt.tokens.sources.source import (
     splits_of_texts,
     to_utf8,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
 
 ROWS = 256  # that are processed together
 
@@ -119,8 +119,8 @@ class HuggingFaceRows(Documents):
                 names = rows.column_names or [self.field]
                 if self.field not in names:
                     raise UserError(
-                        f"data.source.path={self.path} lacks the field data.source.field={self.field}; it has "
-                        f"{', '.join(names)}"
+                        f"data.source.path={self.path} lacks the field "
+                        f"data.source.field={self.field}; it has {', '.join(names)}"
                     )
                 self._tables[part] = rows.select_columns(self.field)
         return self._tables[part]

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.file_documents import PathDocuments
 from lockstep_gpt.tokens.sources.files import File
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
@@ -17,9 +20,6 @@ from lockstep_gpt.tokens.sources.source import (
     reading,
     to_utf8,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
@@ -94,8 +94,8 @@ def check_column(schema: Any, column: str, path: str) -> None:
     kind = str(schema.field(column).type)
     if not TEXT.match(kind):
         raise UserError(
-            f"{path} of the corpus has {kind} in the column data.source.column={column}, not text; it has "
-            f"{', '.join(schema.names)}"
+            f"{path} of the corpus has {kind} in the column data.source.column={column}, not text; "
+            f"it has {', '.join(schema.names)}"
         )
 
 

@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import order
+from lockstep_gpt.settings import Checked, Decides, check, setting
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import Checked, Decides, check, setting
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
@@ -329,8 +329,8 @@ def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], in
     invalid = len(texts) - len(good)
     if invalid and policy == "fail":
         raise UserError(
-            f"{path} of the corpus is not UTF-8; fix it, or set data.source.invalid_utf8 to replace or "
-            "skip"
+            f"{path} of the corpus is not UTF-8; fix it, or set data.source.invalid_utf8 to "
+            "replace or skip"
         )
     if invalid and policy == "replace":
         return [text.decode("utf-8", "replace").encode() for text in texts], invalid
