@@ -293,12 +293,13 @@ def samples_of_run(trainer: Trainer | None, batch: Sized | int) -> int:
 def past_of(trainer: Trainer | None) -> dict[str, Any]:
     """Return, for a data module's `state_dict`, what has decided a run's samples so far."""
     loader = None if trainer is None else trainer.train_dataloader
-    if not isinstance(loader, TrainLoader) or not isinstance(loader.order, HasPast):
+    order: Any = getattr(loader, "order", None)
+    if not isinstance(loader, TrainLoader) or not isinstance(order, HasPast):
         return {}
-    return {PAST: loader.order.past(loader.samples_seen(loader.trainer.global_step))}
+    return {PAST: order.past(loader.samples_seen(loader.trainer.global_step))}
 
 
-def refuse_other_past(order: Order, state_dict: dict[str, Any]) -> None:
+def refuse_other_past(order: Any, state_dict: dict[str, Any]) -> None:
     """Raise a `UserError` if an order would have come to a saved state otherwise."""
     if PAST in state_dict and isinstance(order, HasPast):
         order.refuse_other_past(state_dict[PAST])
