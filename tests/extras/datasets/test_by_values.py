@@ -177,7 +177,7 @@ def test_a_setting_of_the_source_s_own_class_is_renamed_and_the_mixture_s_root_i
 
     def fail():
         with renamed("a", Mine):
-            raise UserError("data.mine=3 and data.path=x, but data.root=y and data.weights=z")
+            raise UserError("data.mine=3 and data.source.path=x, but data.root=y and data.weights=z")
 
     with pytest.raises(UserError) as caught:
         fail()

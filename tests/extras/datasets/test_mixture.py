@@ -30,7 +30,7 @@ TEXT, MIXTURE = (
         ({"tokenizer_from": "cod"}, r"data.tokenizer_from: there is no source cod"),
         (
             {"val_fraction": 0.5},
-            r"data.val_fraction=0.5 has no effect in a mixture; set data.sources",
+            r"data.source.val_fraction=0.5 has no effect in a mixture; set data.sources",
         ),
         ({"schedule": [3]}, r"data.schedule\[0\]=3 must be of the form \{from: 0.8, weights"),
         (
@@ -58,7 +58,7 @@ TEXT, MIXTURE = (
         ({"sources": {7: {"_target_": TEXT}}}, r"7 is not a name for a source"),
         (
             {"sources": {"more": {"_target_": TEXT, "val_tokens": 5}}},
-            r"data.sources.more.val_tokens=5 has no effect in a mixture; set data.val_tokens",
+            r"data.sources.more.val_tokens=5 has no effect in a mixture; set val_tokens",
         ),
         (
             {"sources": {"more": {"_target_": TEXT, "root": "x"}}},
@@ -106,7 +106,7 @@ def test_short_forms_become_hydra_s():
 
 
 @pytest.mark.parametrize(
-    "word", ["data.sources.code.path=x", "data.sources={code: 1}", "data.path=x", "data=text"]
+    "word", ["data.sources.code.path=x", "data.sources={code: 1}", "data.source.path=x", "data=text"]
 )
 def test_other_words_stay(word):
     assert with_sources([word]) == [word]

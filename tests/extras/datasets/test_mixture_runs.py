@@ -173,7 +173,7 @@ def test_the_command_evaluate_measures_the_whole_test_split_of_each_source(comma
 
 @pytest.mark.slow
 def test_one_tokenizer_is_learned_or_named_for_all_sources(command):
-    run_words = [*words(command), "data.tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
+    run_words = [*words(command), "tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
     command.train(*run_words)
     (place,) = (command.folder / "data").glob("mixture-*")
     assert json.loads((place / "index.json").read_text())["tokenizer"]["kind"] == "bpe"
