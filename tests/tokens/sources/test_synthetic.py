@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.trained_model import load_model
 
 from lockstep_gpt import generate
 from lockstep_gpt.errors import UserError
