@@ -18,7 +18,12 @@ from lockstep_gpt.extras.datasets.attention import (
     joined,
     token_mask,
 )
-from lockstep_gpt.extras.datasets.mask import Documents, mask
+from lockstep_gpt.extras.datasets.mask import (
+    Documents,
+    MaskDocuments,
+    mask,
+    mask_if_configured,
+)
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.functional import IGNORE, causal_attention
 from lockstep_gpt.modern import ModernGPT
@@ -284,10 +289,15 @@ class Noting(lightning.LightningModule):
     def training_step(self, batch):
         return self.model(*batch)
 
+    def validation_step(self, batch):
+        return self.model(*batch)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
 def test_the_callback_masks_before_the_model_is_placed(corpora, tmp_path):
     data = Tokens(corpora("code prose"), 8, 4, seed=0, root=str(tmp_path / "data"))
     module = Noting()

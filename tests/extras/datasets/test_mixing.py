@@ -11,7 +11,6 @@ import pytest
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.recipe import recipe_of
 from lockstep_gpt.tokens.shards import check_content, load_index
 from lockstep_gpt.tokens.sources.text import Text
 
@@ -140,18 +139,6 @@ def test_a_damaged_copy_of_a_tokenizer_is_replaced(corpora, tmp_path):
     copy.write_bytes(content.replace(b"a", b"b", 1))
     assert prepare(replace(data)) == folder
     assert copy.read_bytes() == content
-
-
-def test_a_tokenizer_of_the_mixture_is_that_of_sources_that_name_none(corpora, single, tmp_path):
-    pytest.importorskip("tokenizers")
-    data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer="bpe")
-    sources = data.make_sources()
-    assert {name: source.vocab_size for name, source in sources.items()} == {
-        "code": 8192,
-        "prose": 300,
-    }
-    alone = replace(single("code"), tokenizer="bpe", vocab_size=None)
-    assert recipe_of(sources["code"]).fingerprint == recipe_of(alone).fingerprint
 
 
 def test_the_index_names_the_state_of_every_source(corpora, single):

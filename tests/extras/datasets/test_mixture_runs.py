@@ -4,14 +4,16 @@ import csv
 import json
 import re
 import shutil
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from lockstep_gpt.extras.datasets.past import keep_past
 
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
+from lockstep_gpt.extras.datasets.turns import Phase
 from lockstep_gpt.tokens.sources.text import Text
 
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
@@ -30,14 +32,14 @@ def words(command):
     for name, letters in (("code", "xyz "), ("prose", "klmnop ")):
         text = np.random.default_rng(len(letters)).choice([*letters], 20_000)
         (command.folder / f"{name}.txt").write_text("".join(text))
-    sources = [f"data.source.sources.{name}=text" for name in ("code", "prose")]
+    sources = [f"+source@data.source.sources.{name}=text" for name in ("code", "prose")]
     paths = [
         f"data.source.sources.{name}.path={command.folder}/{name}.txt" for name in ("code", "prose")
     ]
-    weights = ["data.source.weights.code=0.7", "data.source.weights.prose=0.3"]
+    weights = ["+data.source.weights.code=0.7", "+data.source.weights.prose=0.3"]
     root = f"data.root={command.folder}/data"
     sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
-    return ["data=mixture", root, *sources, *paths, *weights, *sizes]
+    return ["data=mixture", "callbacks=[default,sources]", root, *sources, *paths, *weights, *sizes]
 
 
 def rows(run):
@@ -161,9 +163,10 @@ def test_sources_that_are_repeated_often_or_hardly_used_are_warned_of(command):
     assert "the run takes data.source.sources.code" not in output
 
 
-def test_a_run_whose_sources_took_turns_by_another_rule_is_refused(tmp_path):
-    with pytest.raises(UserError, match="took turns by the rule of an earlier version"):
-        keep_past({"samples": 6}, config=None, folder=tmp_path)
+def test_a_run_whose_sources_took_turns_by_another_rule_is_refused():
+    order = MixedOrder({"a": 9}, [Phase(0, (Fraction(1),))], seed=1)
+    with pytest.raises(UserError, match="took turns by the rule of another version"):
+        order.refuse_other_past({**order.past(6), "rule": "another"})
 
 
 @pytest.mark.slow
