@@ -194,9 +194,7 @@ def test_a_setting_of_the_source_s_own_class_is_renamed_and_the_mixture_s_root_i
 
     def fail():
         with renamed("a", Mine):
-            raise UserError(
-                "data.mine=3 and data.source.path=x, but data.root=y and data.source.weights=z"
-            )
+            raise UserError("data.source.mine=3, data.source.path=x, data.root=y, data.weights=z")
 
     with pytest.raises(UserError) as caught:
         fail()
