@@ -193,9 +193,9 @@ def test_each_path_decides_the_tokens(tmp_path, door):
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        ("nothing/*.txt", r"data\.{}=nothing/\*\.txt matches no file; give a file, folder or glob"),
-        ("", r"data\.{} is empty; set it to a file, a folder, a glob, or a URL"),
-        ("zz://a", r"data\.{}=zz://a cannot be read: .*zz"),
+        ("nothing/*.txt", r"data\.source\.{}=nothing/\*\.txt matches no file; give a file, folder or glob"),
+        ("", r"data\.source\.{} is empty; set it to a file, a folder, a glob, or a URL"),
+        ("zz://a", r"data\.source\.{}=zz://a cannot be read: .*zz"),
     ],
 )
 def test_a_path_that_is_wrong_is_one_clear_line_with_its_setting(tmp_path, door, value, line):

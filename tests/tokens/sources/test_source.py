@@ -182,6 +182,6 @@ def test_a_source_without_documents_says_what_it_lacks():
 
 
 def test_fractions_that_leave_nothing_to_train_on_are_rejected():
-    line = r"^data\.source\.test_fraction=0\.5 and data\.source\.val_fraction=0\.5 leave nothing$"
+    line = r"^test_fraction=0\.5 and val_fraction=0\.5 leave nothing$"
     with pytest.raises(UserError, match=line):
         Own(val_fraction=0.5, test_fraction=0.5)
