@@ -1,11 +1,11 @@
 """One run: on this machine's devices, under torchrun or srun, or on several machines."""
 
-import lockstep
 import torch
 from hydra.utils import instantiate
 from lightning import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
+import lockstep
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.module import count_targets
@@ -15,7 +15,8 @@ def build(
     cfg: DictConfig, run: lockstep.Run
 ) -> tuple[LightningModule, LightningDataModule, Trainer]:
     """Return what Lightning trains with; a notebook calls this with `lockstep.Run.alone()`."""
-    batch = instantiate(cfg.batch).spread_over(run.ranks)  # the experiment's, not a device's
+    tensor_parallel = cfg.strategy.get("tensor_parallel", 1)  # ranks that share samples
+    batch = instantiate(cfg.batch).spread_over(run.ranks, tensor_parallel=tensor_parallel)
     data = lockstep.build(cfg.data, batch=batch, seed=cfg.seed, run=run)
     peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
     schedule = instantiate(cfg.schedule, steps=cfg.max_steps, peak=peak)
@@ -39,10 +40,10 @@ def build(
             *counting,
             lockstep.Metrics(batch, every=cfg.log_every, peak_tflops=cfg.peak_tflops),
             *lockstep.instantiate_all(cfg.callbacks),  # yours
-            lockstep.Guards(run, **cfg.guard),
+            lockstep.build(cfg.guard, run=run),
             lockstep.ClipAndSkip(cfg.clip_norm, max_skipped=cfg.max_skipped),
             lockstep.GracefulStop(),
-            lockstep.Checkpoints(run, **cfg.checkpoint),
+            lockstep.build(cfg.checkpoint, run=run),
             lockstep.StateInMemory(run, every=cfg.memory),
         ],
         plugins=run.plugins,

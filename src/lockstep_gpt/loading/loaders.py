@@ -25,12 +25,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import worker_processes
 from lockstep_gpt.loading.data_place import DataPlace, data_place
 from lockstep_gpt.loading.feeding import Feed, groups_of
 from lockstep_gpt.loading.order import Order, Places, RankOrder, Shuffled, eval_parts
 from lockstep_gpt.loading.reading import BatchReader, Collate, Pad
-from lockstep_gpt.errors import UserError
 
 Workers = int | Literal["thread"]
 

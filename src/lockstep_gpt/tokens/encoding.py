@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.processes import end_with_parent
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.sources.source import (
     Block,
@@ -25,8 +27,6 @@ from lockstep_gpt.tokens.sources.source import (
 )
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.processes import end_with_parent
 
 Result = TypeVar("Result")
 

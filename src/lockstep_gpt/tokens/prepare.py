@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.tokens import build, shards
 from lockstep_gpt.tokens.recipe import (
     BuildsItself,
@@ -29,7 +30,6 @@ from lockstep_gpt.tokens.recipe import (
 )
 from lockstep_gpt.tokens.sources.source import Source
 from lockstep_gpt.tokens.tokenizer import NumberTokenizer
-from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)

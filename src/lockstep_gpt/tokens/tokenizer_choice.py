@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens import own_tokenizer
 from lockstep_gpt.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
 from lockstep_gpt.tokens.rank_files import from_ranks
@@ -17,7 +18,6 @@ from lockstep_gpt.tokens.tokenizer import (
     Tokenizer,
 )
 from lockstep_gpt.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
-from lockstep_gpt.errors import UserError
 
 logger = logging.getLogger(__name__)
 

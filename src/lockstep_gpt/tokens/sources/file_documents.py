@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.files import (
     File,
     Files,
@@ -30,8 +32,6 @@ from lockstep_gpt.tokens.sources.source import (
     to_utf8,
 )
 from lockstep_gpt.tokens.tokenizer import find_cut
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
 FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead

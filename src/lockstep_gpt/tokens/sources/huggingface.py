@@ -8,6 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.files import find_files
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.sources.parquet import texts_in
@@ -19,9 +22,6 @@ from lockstep_gpt.tokens.sources.source import (
     splits_of_texts,
     to_utf8,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
 
 ROWS = 256  # that are processed together
 

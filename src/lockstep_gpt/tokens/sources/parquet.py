@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.file_documents import PathDocuments
 from lockstep_gpt.tokens.sources.files import File
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
@@ -17,9 +20,6 @@ from lockstep_gpt.tokens.sources.source import (
     reading,
     to_utf8,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import order
+from lockstep_gpt.settings import Checked, check, setting
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import Checked, setting
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
@@ -86,12 +86,13 @@ class Source(Checked, ABC):
     def __post_init__(self) -> None:
         """Also check that something is left to train on."""
         super().__post_init__()
-        if "://" in self.root:
-            self.refuse(
-                "root",
-                "is a URL, and ranks map prepared tokens from a disk; set a folder, and copy what "
-                "is at the URL into it",
-            )
+        check(
+            "data.root",
+            self.root,
+            "://" not in self.root,
+            "is a URL, and ranks map prepared tokens from a disk; set a folder, and copy what is "
+            "at the URL into it",
+        )
         if self.val_fraction + self.test_fraction >= 1:
             self.refuse("test_fraction", f"and val_fraction={self.val_fraction} leave nothing")
 
