@@ -131,11 +131,11 @@ def _measured(
     metrics = lockstep.Metrics()
     targets = CountedTargets() if isinstance(module, GPTModule) else None
     callbacks = [metrics] if targets is None else [targets, metrics]
-    trainer = _trainer(callbacks, content, is_double=is_double)
-    run = trainer.validate if split == "val" else trainer.test
     with warnings.catch_warnings():
         for pattern in NOISE:
             warnings.filterwarnings("ignore", pattern)
+        trainer = _trainer(callbacks, content, is_double=is_double)
+        run = trainer.validate if split == "val" else trainer.test
         try:
             # The path only says that there are weights: their content is already read.
             run(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)
