@@ -33,7 +33,7 @@ def build(
         precision=cfg.precision,
         log_every_n_steps=cfg.log_every,
         strategy=lockstep.build(cfg.strategy, batch=batch),  # adds gradients
-        logger=run.loggers(cfg.logger, lr=peak, global_batch_size=batch.global_size),
+        logger=run.loggers(cfg.logger, peak_lr=peak, global_batch_size=batch.global_size),
         callbacks=[  # what takes part in a run, in order
             lockstep.ValidateEvery(cfg.val_every),
             lockstep.MicroBatchSeeds(cfg.seed),

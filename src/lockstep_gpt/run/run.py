@@ -378,8 +378,11 @@ class Run:
     def finish(self, trainer: Trainer, metric: str) -> float:
         """Return the newest value of a logged metric, which a sweep compares; nan without one."""
         self.trainer = trainer
-        value = trainer.callback_metrics.get(metric)
-        return math.nan if value is None else float(value)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, Metrics):
+                values |= callback.row  # with all digits
+        return values.get(metric, math.nan)
 
     def conclude(self, status: str, value: Any = None, *, saved: bool = True) -> None:
         """Write `summary.json` on rank 0, end the runs of trackers, and print what is next.
