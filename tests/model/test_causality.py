@@ -22,7 +22,7 @@ def built(config):
     torch.manual_seed(0)
     heads = 2 if OmegaConf.is_missing(config, "n_head") else config.n_head
     shape = {"block_size": T, "n_layer": 2, "n_head": heads, "n_embd": 16 * heads, "dropout": 0.0}
-    small = lockstep.build({**config, **shape}, vocab_size=VOCAB).double().eval()
+    small = lockstep.build(OmegaConf.merge(config, shape), vocab_size=VOCAB).double().eval()
     for weight in small.parameters():
         weight.data.normal_(std=0.3)
     return small
