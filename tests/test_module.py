@@ -93,6 +93,7 @@ def test_the_optimizer_is_fused_and_starts_at_the_schedule_s_rate(new_run, preci
     assert parts["optimizer"].defaults["fused"] is True
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resume_follows_its_own_schedule(new_run, tmp_path):
     """`StepRate` has the rates of this run, where torch's `LambdaLR` would keep the saved peak."""
     first = new_run(max_steps=2, optim={"lr": 0.25})
@@ -123,6 +124,7 @@ def test_targets_that_count_are_counted():
     assert count_targets((targets, targets)) == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers")
 def test_training_chooses_matrix_products_and_validating_alone_does_not(new_run, monkeypatch):
     chosen = []
     monkeypatch.setattr(lockstep, "choose_matrix_products", chosen.append)

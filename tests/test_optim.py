@@ -4,7 +4,7 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.distributed.strategies import single_device
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
@@ -104,7 +104,7 @@ def test_with_exact_sums_muon_is_not_compiled_and_a_gpu_stacks_nothing(
 ):
     monkeypatch.setattr(muon_module, "ReplicatedMatrices", lambda *flags: flags)
     optimizer = muon(nn.Linear(2, 2).named_parameters(), lr=1.0)
-    optimizer.share_work(single_device(accelerator, exact), compiled)
+    optimizer.share_work(SingleDeviceStrategy(torch.device(accelerator), exact), compiled)
     assert optimizer.placement == flags
 
 
