@@ -314,10 +314,12 @@ def saved_run(tmp_path_factory):
                 "packing": _file("packing", "stream"),
                 "data": {
                     **of_data,
-                    "source": {**_file("data", source)["source"], **of_source},
+                    "source": {**_file("source", source), **of_source},
                 },
             },
             "Tokens": {"tokenizer": tokenizer.to_dict(), "fingerprint": None},
+            "pytorch-lightning_version": lightning.__version__,
+            "global_step": 1,
             "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
         }
         run = tmp_path_factory.mktemp("run")
