@@ -124,9 +124,7 @@ def _mistake(place: str, error: InstantiationException) -> Exception:
     return UserError(f"{place}: {' '.join(str(cause or error).split())}".lstrip(": "))
 
 
-def _of_node(
-    place: str, mistake: UserError, arguments: Collection[str] | None = None
-) -> UserError:
+def _of_node(place: str, mistake: UserError, arguments: Collection[str] | None = None) -> UserError:
     """Return what a class says of its own argument by the setting's full name.
 
     Args:

@@ -41,7 +41,9 @@ else:
 # Settings of `lockstep.main`, which need no place in the YAML files.
 OURS = re.compile(r"(run_dir|run_name|resume|resume_force|trust_run_dir|verbosity|launch\.\w+)=")
 # Hydra would read a number, and write 1e3 as 1000.0 and 1.10 as 1.1.
-NUMBER_AS_NAME = re.compile(r"(run_dir|run_name|resume)=[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.I)
+NUMBER_AS_NAME = re.compile(
+    r"(run_dir|run_name|resume)=[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.IGNORECASE
+)
 HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from lockstep_gpt.training.trained_model import load_model
 
-from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.tokens.recipe import folder_of
 
 PACKED = ["packing=documents", "documents.mask=true"]
 
@@ -36,7 +36,7 @@ def lines(tmp_path):
 
 
 def words_for(lines):
-    source = ["data=text", f"data.path={lines}", "data.val_fraction=0.2"]
+    source = ["data=text", f"data.source.path={lines}", "data.source.val_fraction=0.2"]
     return [*source, *PACKED, "optim.warmup_steps=0"]
 
 
@@ -145,7 +145,7 @@ def test_wrong_values_are_refused_in_one_line(command, words, error):
 
 @pytest.mark.slow
 def test_data_without_documents_is_refused_and_leaves_no_run(command):
-    words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
+    words = ["experiment=smoke", "data=synthetic", "data.source.tokens=20000", "run_dir=none"]
     for setting in PACKED:
         output = command("train", *words, setting, status=2).stderr
         assert output.splitlines()[-1].endswith("no end of text; leave it out")

@@ -11,7 +11,7 @@ SIZES = {"code": 1000, "prose": 100}
 
 
 def phases_of(data, sizes=SIZES, planned=1000):
-    return phases(data.weights, data.epochs, data.schedule, sizes, planned)
+    return phases(data.source.weights, data.source.epochs, data.source.schedule, sizes, planned)
 
 
 def shares(data, planned=1000):

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.sources import remote_files
 from lockstep_gpt.tokens.sources.jsonl import JsonLines
 from lockstep_gpt.tokens.sources.parquet import ParquetFiles
 from lockstep_gpt.tokens.sources.remote_files import open_remote
 from lockstep_gpt.tokens.sources.source import Position
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 WORDS = [f"row {number} " + random.Random(number).randbytes(20).hex() for number in range(3000)]
 
@@ -121,7 +121,9 @@ def test_a_wrong_column_is_one_clear_line(serving, tmp_path):
     source, name = write_parquet(tmp_path)
     with serving(tmp_path) as (url, _):
         source.path, source.column = f"{url}/{name}", "body"
-        with pytest.raises(UserError, match=r"lacks the column data\.column=body; it has text"):
+        with pytest.raises(
+            UserError, match=r"lacks the column data\.source\.column=body; it has text"
+        ):
             texts(source)
 
 
@@ -135,7 +137,9 @@ def test_a_protocol_without_its_library_is_one_line_with_the_command(
     monkeypatch.setitem(sys.modules, module, None)
     registry = sys.modules["fsspec.registry"]._registry
     monkeypatch.delitem(registry, url.partition(":")[0], raising=False)
-    line = rf"data\.path={url} needs {library}, which is not installed; run: .*pip install .*"
+    line = (
+        rf"data\.source\.path={url} needs {library}, which is not installed; run: .*pip install .*"
+    )
     with pytest.raises(UserError, match=line + library) as caught:
         Text(path=url).identity()
     assert "\n" not in str(caught.value)

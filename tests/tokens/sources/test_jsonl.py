@@ -5,9 +5,9 @@ import re
 import pytest
 import zstandard
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.sources.jsonl import JsonLines
 from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
-from lockstep_gpt.errors import UserError
 
 PACKED = {"a.txt": bytes, "a.txt.gz": gzip.compress, "a.txt.zst": zstandard.compress}
 
@@ -48,7 +48,7 @@ def test_a_line_without_the_field_is_shown_with_its_file(tmp_path, line):
     write(tmp_path, {"a.jsonl": f'{{"text": "x"}}\n{line}\n'})
     quoted = re.escape(repr(line.encode()))
     place = rf"a\.jsonl of the corpus, line 2: {quoted} is not"
-    with pytest.raises(UserError, match=rf"{place}.*name another data\.field"):
+    with pytest.raises(UserError, match=rf"{place}.*name another data\.source\.field"):
         texts(json_lines(tmp_path))
 
 
@@ -67,7 +67,7 @@ def test_the_number_of_a_wrong_line_is_that_of_an_editor(tmp_path, name, pack):
 def test_an_array_of_objects_is_answered_with_the_command_that_writes_lines(tmp_path):
     write(tmp_path, {"a.json": '[\n{"text": "x"},\n{"text": "y"}\n]\n'})
     path, lines = tmp_path / "a.json", tmp_path / "a.lines.jsonl"
-    remedy = rf"jq -c '\.\[\]' {path} > {lines}, then set data\.path={lines}$"
+    remedy = rf"jq -c '\.\[\]' {path} > {lines}, then set data\.source\.path={lines}$"
     with pytest.raises(UserError, match=remedy):
         texts(json_lines(tmp_path))
 

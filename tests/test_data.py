@@ -1,4 +1,5 @@
 import doctest
+from contextlib import closing
 from itertools import islice
 
 import lightning
@@ -6,15 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.tokens import datamodule as tested
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.loading.order import RankOrder, Shuffled
-from lockstep_gpt.tokens.shards import open_split
-from lockstep_gpt.tokens.windows import StreamWindows, read_windows
+from lockstep_gpt import data as tested
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.loading.order import RankOrder, Shuffled
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.tokens.shards import FORMAT, Index, open_split, write_index
+from lockstep_gpt.tokens.sources.synthetic import RandomTokens
+from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep_gpt.tokens.windows import StreamWindows, read_windows
 
 T, B, SEED = 8, 3, 5
+FINGERPRINT = "f" * 64
 pytestmark = [  # of Lightning
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
@@ -43,9 +48,35 @@ class Recorder(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Prepared(RandomTokens):
+    """Tokens that are prepared already; each window position is that of `order`, if any."""
+
+    kind = "own"
+    make_order = None
+
+    def order(self, *arguments):
+        return self.make_order(*arguments) if self.make_order else super().order(*arguments)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Random two-byte tokens: 800 for training, 200 for validation, and 240 for tests."""
+    folder, splits = tmp_path_factory.mktemp("data") / f"own-{FINGERPRINT[:8]}", {}
+    folder.mkdir()
+    ids = np.random.default_rng(0).integers(1000, size=1240).astype("<u2")
+    for name, part in zip(("train", "val", "test"), np.split(ids, [800, 1000]), strict=True):
+        with closing(SplitWriter(folder, name, "<u2")) as writer:
+            writer.append(part)
+            splits[name] = writer.saved()
+    about = {"kind": "numbers", "vocab_size": 1000}, FINGERPRINT, {}, {"val_fraction": 0.2}
+    write_index(folder, Index(FORMAT, "<u2", *about, splits))
+    return folder
+
+
 def datamodule(folder, **changes):
-    sizes = {"block_size": T, "micro_size": B, "seed": SEED}
-    return TokenDataModule(folder, **{**sizes, **changes})
+    sizes = {"block_size": T, "batch": B, "seed": SEED}
+    place = {"root": str(folder.parent), "fingerprint": FINGERPRINT}
+    return Tokens(Prepared(), **{**place, **sizes, **changes})
 
 
 def order(**places):
@@ -55,6 +86,7 @@ def order(**places):
 
 def fit(data, max_steps, ckpt_path=None, accumulation=1, **options):
     module = Recorder()
+    options.setdefault("enable_checkpointing", "callbacks" in options)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=max_steps,
@@ -64,7 +96,6 @@ def fit(data, max_steps, ckpt_path=None, accumulation=1, **options):
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
@@ -81,7 +112,7 @@ def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, texts):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("\n".join(path.read_text() for path in texts.iterdir()))
     result = doctest.testmod(tested)
-    assert result.attempted == 7
+    assert result.attempted == 5
     assert result.failed == 0
 
 
@@ -192,7 +223,7 @@ def test_a_test_sees_every_test_window_once(folder, val_tokens):
 def test_a_split_that_was_not_prepared_is_rejected_with_a_remedy(folder):
     data = datamodule(folder)
     del data.windows["test"]
-    with pytest.raises(UserError, match=r"has no test split; .*data\.test_fraction or"):
+    with pytest.raises(UserError, match=r"has no test split; .*data\.source\.test_fraction or"):
         data.test_dataloader()
 
 
@@ -212,6 +243,9 @@ class Reversed:
         windows.__getitems__ = lambda rows: read([last - row for row in rows])
         return windows
 
+    def describe(self, folder, block_size):
+        return "backwards"
+
 
 def test_packing_makes_the_windows_of_all_splits(folder):
     packing = Reversed()
@@ -229,11 +263,48 @@ def test_another_order_decides_the_training_windows(folder):
         calls.append((counts, samples, block_size, seed))
         return lambda positions: positions % 99
 
-    module, _ = fit(datamodule(folder, make_order=in_sequence), max_steps=3, accumulation=2)
-    assert calls == [({"": 99}, 3 * 2 * B, T, SEED)]
+    data = datamodule(folder)
+    data.source.make_order = in_sequence
+    module, _ = fit(data, max_steps=3, accumulation=2)
+    assert ({"": 99}, 3 * 2 * B, T, SEED) in calls
     tokens_seen = torch.cat([tokens for tokens, _ in module.trained])
     expected = StreamWindows(folder, "train", T)[np.arange(3 * 2 * B)][:, :-1]
     assert tokens_seen.tolist() == expected.tolist()
+
+
+def test_the_receipt_names_the_windows_and_their_packing(folder):
+    lines = datamodule(folder, packing=Reversed(), val_tokens=47).receipt_lines()
+    windows = f"{folder}, 99 windows to train on, 5 to validate on"
+    assert lines == {"data": windows, "packing": "backwards"}
+
+
+def test_training_goes_on_with_the_same_tokens_only(folder, tmp_path):
+    _, trainer = fit(datamodule(folder), 2)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    assert saved["Tokens"] == {
+        "tokenizer": {"kind": "numbers", "vocab_size": 1000},
+        "fingerprint": FINGERPRINT,
+    }
+    other = datamodule(folder)
+    other.fingerprint = "e" * 64
+    with pytest.raises(UserError, match=rf"on other tokens than .*data\.fingerprint={FINGERPRINT}"):
+        fit(other, 4, tmp_path / "run.ckpt")
+    other.force = True
+    fit(other, 4, tmp_path / "run.ckpt")
+
+
+def test_the_loader_s_state_continues_at_any_accumulation(folder, tmp_path):
+    """A step of six samples is two micro-batches of three, or one of six."""
+    uninterrupted, _ = fit(datamodule(folder), 9, accumulation=2)
+    checkpoints = Checkpoints(tmp_path, every=5, keep_best=0)
+    fit(datamodule(folder), 5, accumulation=2, callbacks=[checkpoints])
+    again = Checkpoints(tmp_path / "again", keep_best=0)
+    path = tmp_path / "step=000005.ckpt"
+    rest, trainer = fit(datamodule(folder, batch=2 * B), 9, path, callbacks=[again])
+    assert trainer.global_step == 9
+    tokens = torch.cat([tokens for tokens, _ in uninterrupted.trained])[5 * 2 * B :]
+    assert torch.equal(torch.cat([tokens for tokens, _ in rest.trained]), tokens)
 
 
 def test_loaders_leave_the_random_state_of_the_run_alone(folder):
@@ -251,7 +322,7 @@ def test_a_block_longer_than_the_data_is_rejected(folder):
 
 
 def test_the_longest_block_gives_one_window(folder):
-    data = datamodule(folder, block_size=199, micro_size=2)
+    data = datamodule(folder, block_size=199, batch=2)
     assert data.val_windows == 1
     module, _ = fit(data, max_steps=2)
     assert (module.validated[0][1][1] == IGNORE).all()

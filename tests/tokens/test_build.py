@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.tokens.build import cut_to_index
 from lockstep_gpt.tokens.byte_pairs import BytePairTokenizer
 from lockstep_gpt.tokens.prepare import prepare
@@ -28,7 +29,6 @@ from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.split_writer import SplitWriter
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import RunError, UserError
 
 PREPARE = """
 import sys
@@ -119,7 +119,9 @@ def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = prepare(corpus(invalid_utf8="skip"))
     assert load_index(folder).invalid_documents == 1
-    assert "25 documents (1 not UTF-8: data.invalid_utf8=skip; fail says where)" in caplog.text
+    assert (
+        "25 documents (1 not UTF-8: data.source.invalid_utf8=skip; fail says where)" in caplog.text
+    )
 
 
 @pytest.mark.slow
@@ -241,7 +243,7 @@ def test_killing_a_build_ends_its_processes(in_processes, wait_for, is_alive):
 def test_a_killed_process_fails_in_one_clear_line(in_processes, tmp_path, kill):
     build, workers = in_processes
     kill(workers[0])
-    assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
+    assert "UserError: data.source.num_proc=2: a process was killed" in build.communicate()[1]
     assert [*(tmp_path / "data").glob(".*/index.json")]  # to resume from
 
 

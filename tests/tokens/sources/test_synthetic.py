@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lockstep_gpt.trained_model import load_model
 
+from lockstep_gpt import generate
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.inference.evaluate import evaluate
+from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import open_split
 from lockstep_gpt.tokens.sources.source import Position
 from lockstep_gpt.tokens.sources.synthetic import RandomTokens
 from lockstep_gpt.tokens.tokenizer import NumberTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt import generate
-from lockstep_gpt.inference.evaluate import evaluate
-from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.training.trained_model import load_model
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import fsspec  # noqa: F401 (it reads `sys.version` when it is imported)
 import pytest
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 
-from lockstep_gpt.tokens.data_settings import data_choices
+from lockstep_gpt import CONFIGS
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import FORMER, _digest, recipe_of
 from lockstep_gpt.tokens.shards import INDEX, load_index
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 FILES = {
     "a.txt": "some text\n",
@@ -80,7 +82,8 @@ def source(tmp_path, monkeypatch):
         settings = {"root": str(tmp_path / "data"), **settings}
         if "path" in settings and name != "huggingface":
             settings["path"] = str(files / settings["path"])
-        return data_choices()[name](**settings)
+        target = OmegaConf.load(CONFIGS / f"source/{name}.yaml")._target_
+        return get_class(target)(**settings)
 
     return make
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.sources.source import Position, split_of_name
 from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
-from lockstep_gpt.errors import UserError
 
 
 @pytest.fixture
@@ -80,8 +80,10 @@ def test_the_library_at_hand_is_found_and_split_by_name(test_fraction):
 
 def test_libraries_that_not_everyone_has_are_imported_when_used():
     code = """import sys, lockstep_gpt.launch
-from lockstep_gpt.tokens.data_settings import data_choices
-data_choices()
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+for path in lockstep_gpt.CONFIGS.glob("source/*.yaml"):
+    get_class(OmegaConf.load(path)._target_)
 print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*sys.modules})"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr

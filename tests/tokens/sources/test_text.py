@@ -10,10 +10,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.sources import file_documents as module
 from lockstep_gpt.tokens.sources.source import Position, split_of_name
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 
@@ -99,12 +99,12 @@ def test_identity_follows_changes_but_not_the_place(tmp_path):
 @pytest.mark.parametrize("path", ["nothing", "*.txt", "empty"])
 def test_a_missing_path_fails_in_one_clear_line(tmp_path, path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"data\.path=.* matches no file; give"):
+    with pytest.raises(UserError, match=r"data\.source\.path=.* matches no file; give"):
         corpus(tmp_path / path).identity()
 
 
 def test_an_unknown_protocol_is_one_clear_line():
-    with pytest.raises(UserError, match=r"data\.path=zz://a cannot be read: .*zz"):
+    with pytest.raises(UserError, match=r"data\.source\.path=zz://a cannot be read: .*zz"):
         corpus("zz://a").identity()
 
 
@@ -235,7 +235,9 @@ def test_invalid_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, poli
 @pytest.mark.parametrize("by_line", [False, True])
 def test_invalid_utf8_fails_with_the_file_s_name_if_set(tmp_path, by_line):
     source = (lines if by_line else corpus)(write(tmp_path, {"a": BAD}), invalid_utf8="fail")
-    with pytest.raises(UserError, match=r"/a of the corpus is not UTF-8: .*data\.invalid_utf8"):
+    with pytest.raises(
+        UserError, match=r"/a of the corpus is not UTF-8: .*data\.source\.invalid_utf8"
+    ):
         texts(source)
 
 
@@ -262,11 +264,11 @@ def test_line_ends_of_windows_are_told_once_and_only_where_they_are_kept(tmp_pat
     assert caplog.text == ""
     texts(corpus(path))
     texts(corpus(path))
-    assert caplog.text.count(f"data.path={path} has lines that end in CRLF") == 1
+    assert caplog.text.count(f"data.source.path={path} has lines that end in CRLF") == 1
 
 
 def test_json_lines_read_as_text_are_told_once(tmp_path, caplog):
     path = write(tmp_path, {"a.jsonl": '{"text": "x"}\n' * 9, "b.jsonl": '{"text": "y"}\n'})
     assert len(list(corpus(path).blocks(Position()))) > 0
-    assert caplog.text.count(f"data.path={path} has JSON lines") == 1
+    assert caplog.text.count(f"data.source.path={path} has JSON lines") == 1
     assert caplog.text.strip().endswith("data=jsonl")

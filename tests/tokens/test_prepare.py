@@ -5,19 +5,22 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.tokens.data_settings import DataModuleConfig
-from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.tokens import prepare as prepare_module
+from lockstep_gpt.tokens.prepare import prepare, prepare_once
 from lockstep_gpt.tokens.shards import load_index, open_split
 from lockstep_gpt.tokens.sources.source import split_of_name
 from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
 
 PREPARE = """
 import sys
@@ -125,7 +128,10 @@ def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = prepare(corpus())
     assert load_index(folder).invalid_documents == 1
-    assert "26 documents (1 not UTF-8: data.invalid_utf8=replace; fail says where)" in caplog.text
+    assert (
+        "26 documents (1 not UTF-8: data.source.invalid_utf8=replace; fail says where)"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("change", ["longer", "as long", "another file", "one less"])
@@ -180,7 +186,7 @@ def test_verifying_finds_a_byte_that_changed(tmp_path, caplog, small):
 
 def test_the_command_verifies_existing_files(command, tmp_path):
     (tmp_path / "text").write_text("some words " * 1000)
-    words = ["prepare", "data=text", "data.path=text", f"data.root={tmp_path / 'data'}"]
+    words = ["prepare", "data=text", "data.source.path=text", f"data.root={tmp_path / 'data'}"]
     command(*words)
     assert command(*words).stdout.startswith("found text: ")
     assert command(*words, "--verify").stdout.startswith("verified text: ")
@@ -225,7 +231,7 @@ def test_named_tokens_are_not_rebuilt_from_another_corpus(corpus):
 def test_a_missing_folder_is_named_also_if_the_corpus_is_away(corpus):
     named = corpus(fingerprint="0" * 64)
     shutil.rmtree(named.path)
-    line = rf"^{named.root}/text-00000000 is missing, and cannot be prepared again \(data\.path="
+    line = rf"^{named.root}/text-00000000 is missing, and cannot be prepared again \(data\.source\.path="
     with pytest.raises(UserError, match=line) as caught:
         prepare(named)
     assert str(caught.value).endswith("or start a new run with data.fingerprint=null")
@@ -233,10 +239,10 @@ def test_a_missing_folder_is_named_also_if_the_corpus_is_away(corpus):
 
 LONG_NAMES = [
     "data.root={}",
-    "data.tokenizer={}",
-    "data.path={}",
-    "data.val_path={}",
-    "data=huggingface data.path={}",
+    "tokenizer={}",
+    "data.source.path={}",
+    "data.source.val_path={}",
+    "data=huggingface data.source.path={}",
 ]
 
 
@@ -244,7 +250,7 @@ LONG_NAMES = [
 def test_a_name_that_is_too_long_is_one_line(command, tmp_path, words):
     (tmp_path / "text").write_text("some words " * 1000)
     given = words.format("a" * 300).split()
-    line = command("prepare", "data=text", "data.path=text", *given, status=2).stderr
+    line = command("prepare", "data=text", "data.source.path=text", *given, status=2).stderr
     assert "a" * 300 in line
     assert line.count("\n") == 1
 
@@ -306,7 +312,7 @@ def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split
 
 
 def test_a_corpus_without_a_path_fails_in_one_clear_line(tmp_path):
-    with pytest.raises(UserError, match=r"data\.path is empty; set it to a file, a folder"):
+    with pytest.raises(UserError, match=r"data\.source\.path is empty; set it to a file, a folder"):
         prepare(Text(root=str(tmp_path)))
 
 
@@ -317,10 +323,98 @@ def test_two_machines_prepare_the_same_bytes(tmp_path, small):
     assert json.loads(content(first)["index.json"])["format"] == 2
 
 
-def test_a_data_module_of_your_own_prepares_nothing(tmp_path):
-    data_module = DataModuleConfig(_target_="mine.Batches", root=str(tmp_path))
-    with pytest.raises(UserError, match=r"data\._target_=mine\.Batches makes its own batches"):
-        prepare(data_module)
+def test_a_data_module_without_a_source_prepares_nothing(command):
+    target = "lightning.pytorch.demos.boring_classes.BoringDataModule"
+    words = ["prepare", "~data", f"+data._target_={target}"]
+    line = command(*words, status=2).stderr
+    assert f"data._target_={target} has no source of tokens, so there is nothing to prep" in line
+
+
+class Notes:
+    """What ranks know of their run."""
+
+    def __init__(self, file, local_rank=0, rank=None, force=False):
+        self.file = file
+        self.ranks = Ranks(local_rank if rank is None else rank, local_rank)
+        self.force = force
+
+    def recall(self, name):
+        return json.loads(self.file.read_text())[name] if self.file.exists() else None
+
+    def remember(self, name, value):
+        if self.ranks.rank == 0:
+            unfinished = self.file.with_suffix(".new")
+            unfinished.write_text(json.dumps({name: value}))
+            unfinished.rename(self.file)
+
+
+def test_a_run_keeps_its_tokens_without_a_look_at_the_corpus(corpus, tmp_path):
+    run = Notes(tmp_path / "notes")
+    folder = prepare_once(corpus(), run)
+    shutil.rmtree(corpus().path)
+    assert prepare_once(corpus(), run) == folder
+    assert prepare_once(corpus(num_proc=2), run) == folder
+
+
+def test_a_run_refuses_settings_that_give_other_tokens_unless_forced(corpus, tmp_path):
+    run = Notes(tmp_path / "notes")
+    folder = prepare_once(corpus(), run)
+    line = rf"^data\.source\.val_fraction=0\.3 gives other tokens than {folder}, on which the run"
+    with pytest.raises(UserError, match=line):
+        prepare_once(corpus(val_fraction=0.3), run)
+    forced = Notes(tmp_path / "notes", force=True)
+    other = prepare_once(corpus(val_fraction=0.3), forced)
+    assert other != folder
+    assert prepare_once(corpus(val_fraction=0.3), run) == other
+    with pytest.raises(UserError, match=r"^data\.source\.val_fraction=0\.4 gives other tokens"):
+        prepare_once(corpus(), run)
+
+
+def test_a_corpus_that_has_moved_is_the_same_and_another_one_is_refused(corpus, tmp_path):
+    run = Notes(tmp_path / "notes")
+    folder = prepare_once(corpus(), run)
+    moved = Path(corpus().path).rename(tmp_path / "moved")
+    assert prepare_once(corpus(path=str(moved)), run) == folder
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/text").write_text("some words " * 1000)
+    with pytest.raises(UserError, match=r"^data\.source\.path=.*other gives other tokens than"):
+        prepare_once(corpus(path=str(tmp_path / "other")), run)
+
+
+def test_ranks_of_a_machine_wait_for_the_one_that_prepares(corpus, tmp_path, monkeypatch):
+    notes, built = tmp_path / "notes", []
+    build = prepare_module.build.write
+
+    def slowly(recipe, folder):
+        built.append(folder)
+        time.sleep(0.3)
+        build(recipe, folder)
+
+    monkeypatch.setattr(prepare_module.build, "write", slowly)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(prepare_once, corpus(), Notes(notes, rank)) for rank in (1, 2)]
+        time.sleep(0.1)
+        assert not any(rank.done() for rank in waiting)
+        assert not built
+        folder = prepare_once(corpus(), Notes(notes, 0))
+        assert [rank.result(10) for rank in waiting] == [folder, folder]
+    assert len(built) == 1
+
+
+def test_another_machine_prepares_its_own_and_refuses_another_corpus(corpus, tmp_path):
+    notes = tmp_path / "notes"
+    folder = prepare_once(corpus(), Notes(notes))
+    second = prepare_once(corpus(root=str(tmp_path / "second")), Notes(notes, 0, rank=2))
+    assert content(second) == content(folder)
+    notes.unlink()
+    (Path(corpus().path) / "more").write_text("more")
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(prepare_once, corpus(root=str(tmp_path / "third")), Notes(notes, 0, 2))
+        time.sleep(0.3)
+        (Path(corpus().path) / "more").unlink()
+        prepare_once(corpus(), Notes(notes))
+        with pytest.raises(UserError, match="has other tokens than the first machine's"):
+            late.result(10)
 
 
 def test_three_splits_are_prepared_and_named_in_the_receipt(corpus, caplog):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.sealed_json import read_sealed, write_sealed
 from lockstep_gpt.tokens.shards import (
     FORMAT,
@@ -22,7 +23,6 @@ from lockstep_gpt.tokens.shards import (
 from lockstep_gpt.tokens.split_writer import SplitWriter
 from lockstep_gpt.tokens.tokenizer import token_dtype
 from lockstep_gpt.tokens.windows import StreamWindows
-from lockstep_gpt.errors import UserError
 
 LIMIT = 65_536  # number of different two-byte tokens
 
@@ -162,11 +162,11 @@ def test_a_block_that_just_fits_passes():
 def test_a_block_longer_than_a_split_is_rejected_with_the_longest_that_fits(train, val, split):
     with pytest.raises(UserError, match=f"{split} split has 8; set at most 7") as caught:
         check_block_size(of_sizes(train, val), 8)
-    assert str(caught.value).endswith("give it more data (data.val_fraction=0.1)")
+    assert str(caught.value).endswith("give it more data (data.source.val_fraction=0.1)")
 
 
 @pytest.mark.parametrize(
-    ("share", "hint"), [({"test_fraction": 0.3}, " (data.test_fraction=0.3)"), ({}, "")]
+    ("share", "hint"), [({"test_fraction": 0.3}, " (data.source.test_fraction=0.3)"), ({}, "")]
 )
 def test_a_block_longer_than_the_test_split_names_its_own_setting(share, hint):
     index = of_sizes(1000, 1000)

@@ -4,12 +4,12 @@ import datasets
 import numpy as np
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import recipe_of
 from lockstep_gpt.tokens.shards import load_index
 from lockstep_gpt.tokens.sources.huggingface import HuggingFaceRows
 from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
-from lockstep_gpt.errors import UserError
 
 TEXTS = [f"row {number} é" for number in range(700)]
 
@@ -138,7 +138,7 @@ def test_there_is_a_test_split_only_if_asked_for(tmp_path):
 
 def test_an_unknown_split_is_one_clear_line(tmp_path):
     with_splits(tmp_path / "rows")
-    with pytest.raises(UserError, match=r"data\.path=.* cannot be read: .*dev") as caught:
+    with pytest.raises(UserError, match=r"data\.source\.path=.* cannot be read: .*dev") as caught:
         blocks(settings(tmp_path / "rows", val_split="dev"))
     assert "\n" not in str(caught.value)
 
@@ -187,12 +187,16 @@ def test_the_identity_of_a_hub_name_is_its_settings(tmp_path):
 
 def test_a_missing_field_is_rejected_with_the_existing_ones(tmp_path):
     saved(tmp_path / "rows")
-    with pytest.raises(UserError, match=r"lacks the field data\.field=body; it has id, text"):
+    with pytest.raises(
+        UserError, match=r"lacks the field data\.source\.field=body; it has id, text"
+    ):
         texts(settings(tmp_path / "rows", field="body"))
 
 
 def test_a_name_that_cannot_be_reached_is_one_clear_line():
-    with pytest.raises(UserError, match=r"data\.path=no/body cannot be read: .*; fix") as caught:
+    with pytest.raises(
+        UserError, match=r"data\.source\.path=no/body cannot be read: .*; fix"
+    ) as caught:
         texts(settings("no/body"))
     assert "\n" not in str(caught.value)
 

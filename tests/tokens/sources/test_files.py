@@ -7,6 +7,7 @@ from collections import Counter
 import fsspec
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import load_index, open_split
 from lockstep_gpt.tokens.sources import file_documents as module
@@ -14,7 +15,6 @@ from lockstep_gpt.tokens.sources.jsonl import JsonLines
 from lockstep_gpt.tokens.sources.parquet import ParquetFiles
 from lockstep_gpt.tokens.sources.source import Position, split_of_name, splits_of_texts
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 WORDS = "to be or not to be, that is the question " * 40
 
@@ -216,7 +216,7 @@ def test_a_folder_of_another_kind_is_answered_with_what_it_has(tmp_path, kind, n
     write(tmp_path, {name: "text"})
     with pytest.raises(UserError) as caught:
         kind(path=str(tmp_path)).identity()
-    start = f"data.path={tmp_path} has 1 file, such as {tmp_path / name}, but none matches "
+    start = f"data.source.path={tmp_path} has 1 file, such as {tmp_path / name}, but none matches "
     assert str(caught.value).startswith(start)
     assert str(caught.value).endswith(remedy)
 

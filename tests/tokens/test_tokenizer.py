@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.tokenizer import (
     ByteTokenizer,
     GrowingText,
@@ -15,7 +16,6 @@ from lockstep_gpt.tokens.tokenizer import (
     printable,
     token_dtype,
 )
-from lockstep_gpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))

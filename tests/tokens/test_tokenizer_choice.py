@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens import rank_files, tokenizer_files
 from lockstep_gpt.tokens.byte_pairs import byte_characters, learn
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict, identity, make_tokenizer
-from lockstep_gpt.errors import UserError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
@@ -117,7 +117,7 @@ def gpt2_files(tmp_path, bpe):
 def test_a_vocabulary_larger_than_a_corpus_gives_is_mentioned(caplog):
     size = make_tokenizer("bpe", 60_000, TEXTS).vocab_size
     assert size < 1000
-    assert "data.vocab_size=60000 is more than this corpus gives: no pair" in caplog.text
+    assert "data.source.vocab_size=60000 is more than this corpus gives: no pair" in caplog.text
     assert f"after {size}, so the model's vocabulary is {size}" in caplog.text
     caplog.clear()
     assert make_tokenizer("bpe", 270, TEXTS).vocab_size == 270
@@ -150,14 +150,14 @@ def test_a_lossy_tokenizer_is_rejected(tmp_path, bpe):
     values = json.loads(bpe.to_dict()["json"])
     values["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, "pre_tokenizer": None}))
-    with pytest.raises(UserError, match=r"data\.tokenizer=.* does not restore every text"):
+    with pytest.raises(UserError, match=r"tokenizer=.* does not restore every text"):
         make_tokenizer(str(tmp_path), None, ())
 
 
 def test_a_damaged_tokenizer_file_is_one_clear_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
-        UserError, match=r"data\.tokenizer=.* cannot be loaded \(.*; copy tokenizer\.json again, "
+        UserError, match=r"tokenizer=.* cannot be loaded \(.*; copy tokenizer\.json again, "
     ):
         make_tokenizer(str(tmp_path), None, ())
 
@@ -357,14 +357,14 @@ def _put_in_cache(folder, name, files):
 
 @pytest.mark.usefixtures("absent")
 def test_without_gpt2_one_line_says_how_to_get_it():
-    line = r"data\.tokenizer=gpt2 is not on this machine, and not to be had from the hub \(.*\); "
+    line = r"tokenizer=gpt2 is not on this machine, and not to be had from the hub \(.*\); "
     line += r"run: .+ install .*\bgpt2\b.*, or give a folder with its tokenizer\.json"
     with pytest.raises(UserError, match=line):
         make_tokenizer("gpt2", None, ())
 
 
 def test_characters_as_tokens_are_answered_with_bytes():
-    with pytest.raises(UserError, match=r"tokenizer=char is not here; set data\.tokenizer=bytes"):
+    with pytest.raises(UserError, match=r"tokenizer=char is not here; set tokenizer=bytes"):
         make_tokenizer("char", None, ())
 
 
@@ -454,12 +454,12 @@ def test_only_classes_of_this_package_are_rebuilt():
 def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):
     assert Text(tokenizer=tokenizer_module(CHARACTERS), vocab_size=30).vocab_size == 30
     assert Text(tokenizer="bpe").vocab_size == 8192
-    with pytest.raises(UserError, match=r"data\.vocab_size=30 must be at least 257 for bpe"):
+    with pytest.raises(
+        UserError, match=r"data\.source\.vocab_size=30 must be at least 257 for bpe"
+    ):
         Text(tokenizer="bpe", vocab_size=30)
     for name in ("bytes", "gpt2"):
-        with pytest.raises(
-            UserError, match=rf"has no effect with data\.tokenizer={name}; set .+=bpe"
-        ):
+        with pytest.raises(UserError, match=rf"has no effect with tokenizer={name}; set .+=bpe"):
             Text(tokenizer=name, vocab_size=300)
 
 

@@ -41,8 +41,8 @@ def test_a_system_without_semaphores_is_named_and_not_the_folder():
     words = [sys.executable, "-c", POOL]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     line = result.stderr.splitlines()[-1]
-    assert "UserError: data.num_proc=2 needs semaphores, which the system refuses (" in line
-    assert line.endswith("make /dev/shm writable, or set data.num_proc=1")
+    assert "UserError: data.source.num_proc=2 needs semaphores, which the system refuses (" in line
+    assert line.endswith("make /dev/shm writable, or set data.source.num_proc=1")
 
 
 @pytest.mark.slow

@@ -5,11 +5,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import load_index, open_split
 from lockstep_gpt.tokens.sources.parquet import ParquetFiles, texts_in
 from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
-from lockstep_gpt.errors import UserError
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 
@@ -93,7 +93,9 @@ def test_a_url_is_read_like_a_local_path(tmp_path):
 
 def test_a_missing_column_is_rejected_with_the_existing_ones(tmp_path):
     write(tmp_path / "a.parquet", {"id": [1], "body": ["b"]})
-    with pytest.raises(UserError, match=r"lacks the column data\.column=text; it has id, body"):
+    with pytest.raises(
+        UserError, match=r"lacks the column data\.source\.column=text; it has id, body"
+    ):
         texts(settings(tmp_path))
 
 
@@ -111,7 +113,7 @@ def test_a_damaged_file_is_one_clear_line(tmp_path, content):
 )
 def test_a_column_that_is_not_text_is_one_clear_line(tmp_path, rows, kind):
     write(tmp_path / "a.parquet", {"id": rows, "text": rows})
-    line = rf"a\.parquet of the corpus has {kind} in the column data\.column=text, not text; it has"
+    line = rf"a\.parquet of the corpus has {kind} in the column data\.source\.column=text, not text; it has"
     with pytest.raises(UserError, match=f"{line} id, text") as caught:
         texts(settings(tmp_path))
     assert "\n" not in str(caught.value)
@@ -136,7 +138,7 @@ def test_a_folder_is_prepared_whole(tmp_path):
 
 def test_the_command_knows_the_choice(command, tmp_path):
     write(tmp_path / "a.parquet", {"text": TEXTS})
-    words = ["data=parquet", f"data.path={tmp_path / 'a.parquet'}", "model.block_size=8"]
+    words = ["data=parquet", f"data.source.path={tmp_path / 'a.parquet'}", "model.block_size=8"]
     output = command("prepare", *words, f"data.root={tmp_path / 'data'}").stdout
     assert output.startswith("prepared parquet: 1,000 documents")
     assert " val tokens; val has whole documents) in " in output

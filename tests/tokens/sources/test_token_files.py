@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import load_index, open_split
 from lockstep_gpt.tokens.sources import token_files
 from lockstep_gpt.tokens.sources.source import Position
 from lockstep_gpt.tokens.sources.token_files import TokenFiles
-from lockstep_gpt.errors import UserError
 
 IDS = np.random.default_rng(0).integers(50_257, size=5000)
 MAGIC = {"<u2": 20240520, "<u4": 20240801}
@@ -196,7 +196,7 @@ def test_a_header_that_counts_other_tokens_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_token_above_the_vocabulary_is_rejected_by_name(tmp_path, writer):
     path = writer(tmp_path, [[1, 2], [300]])
-    line = r"\.bin of the corpus has the token 300, but data\.vocab_size=300; raise it, or change d"
+    line = r"\.bin of the corpus has the token 300, but data\.source\.vocab_size=300; raise it, or change d"
     with pytest.raises(UserError, match=line):
         blocks(corpus(path, vocab_size=300))
 
@@ -226,7 +226,7 @@ def test_a_file_that_is_not_of_tokens_is_refused_by_name(tmp_path, name, remedy,
 
 
 def test_a_folder_without_files_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"^data\.path=.* matches no file; give a file"):
+    with pytest.raises(UserError, match=r"^data\.source\.path=.* matches no file; give a file"):
         blocks(corpus(tmp_path))
 
 
@@ -267,7 +267,7 @@ def test_the_tokenizer_is_saved_with_the_tokens(tmp_path, tokenizer):
 
 def test_a_tokenizer_of_another_size_is_rejected(tmp_path, tokenizer):
     source = corpus(write(tmp_path / "t.bin", IDS), tokenizer=str(tmp_path / "tokenizer.json"))
-    line = rf"data\.vocab_size=50257 is not that of .*; set data\.vocab_size={tokenizer.vocab_size}"
+    line = rf"data\.source\.vocab_size=50257 is not that of .*; set data\.source\.vocab_size={tokenizer.vocab_size}"
     with pytest.raises(UserError, match=line):
         source.make_tokenizer()
 
@@ -313,7 +313,7 @@ def test_another_vocabulary_for_prepared_numbers_is_refused(tmp_path):
     folder = prepare(corpus(path, **settings))
     assert prepare(corpus(path, **settings)) == folder
     other = corpus(path, **settings | {"vocab_size": 700})
-    rule = rf"^data\.vocab_size=700: {folder} was prepared with 600; set data\.vocab_size=600, or "
+    rule = rf"^data\.source\.vocab_size=700: {folder} was prepared with 600; set data\.source\.vocab_size=600, or "
     with pytest.raises(UserError, match=rule):
         prepare(other)
     other.fingerprint = load_index(folder).fingerprint  # as in a run from before this check

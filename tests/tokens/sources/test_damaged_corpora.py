@@ -13,10 +13,10 @@ import sys
 import pytest
 import zstandard
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.sources.jsonl import JsonLines
 from lockstep_gpt.tokens.sources.source import Position
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 ROWS = b"".join(b'{"text": "row %d of some text"}\n' % number for number in range(40))
 PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -145,7 +145,7 @@ def test_folders_and_files_that_may_not_be_read_are_named(folder):
         pytest.skip(f"setpriv may not do this here: {result.stderr[-200:]}")
     lines = result.stdout.splitlines()
     for path, line in zip(paths[:3], lines, strict=False):
-        assert line.startswith(f"data.path={path} cannot be read: {folder}/")
+        assert line.startswith(f"data.source.path={path} cannot be read: {folder}/")
         assert "Permission denied" in line
     assert lines[3:] == ["['sub/b.txt']", "['a.txt']", "['b.txt']"]
     (folder / "private").rmdir()

@@ -5,6 +5,8 @@ from typing import ClassVar
 
 import pytest
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import load_index, open_split
 from lockstep_gpt.tokens.sources import source as module
@@ -15,8 +17,6 @@ from lockstep_gpt.tokens.sources.source import (
     splits_of_texts,
     training_texts,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 FORMS = ["{}", "line {:05}", "{:09} of many equal lines"]
 
@@ -182,6 +182,6 @@ def test_a_source_without_documents_says_what_it_lacks():
 
 
 def test_fractions_that_leave_nothing_to_train_on_are_rejected():
-    line = r"^data\.test_fraction=0\.5 and data\.val_fraction=0\.5 leave nothing$"
+    line = r"^data\.source\.test_fraction=0\.5 and data\.source\.val_fraction=0\.5 leave nothing$"
     with pytest.raises(UserError, match=line):
         Own(val_fraction=0.5, test_fraction=0.5)
