@@ -24,6 +24,7 @@ from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.ranks import Ranks, connect, from_each_rank, leave
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.evaluate import SAMPLES
+from lockstep_gpt.extras.datasets.mask import mask_if_configured
 from lockstep_gpt.model.functional import IGNORE, perplexity
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.module import GPTModule, count_targets
@@ -89,6 +90,8 @@ def of_split(
     if not isinstance(module, LightningModule):
         target = cfg.module["_target_"]
         raise UserError(f"module._target_={target} is no LightningModule; name a class that is one")
+    if isinstance(module, GPTModule):
+        mask_if_configured(cfg, module.model, data.tokenizer)
     weights = content["state_dict"]
     names = [name for name, _ in module.named_parameters() if name in weights]
     refuse_broken_weights(((name, weights[name]) for name in names), f"checkpoint {checkpoint}")

@@ -91,6 +91,8 @@ def model_of(
     values = settled(content["config"])
     refuse_other_module(path, values)
     refuse_foreign(path, content["config"], ["model"], trusted)
+    from lockstep_gpt.extras.datasets.mask import mask_if_configured  # late: it needs torch
+
     tokenizer = tokenizer_of(path, content)
     model: LanguageModel = build(values["model"], vocab_size=tokenizer.vocab_size)
     weights = {
@@ -105,7 +107,9 @@ def model_of(
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
     refuse_broken_weights(model.named_parameters(), f"checkpoint {path}")
     _tell_changes(path, content)
-    return model.eval(), OmegaConf.create(literal(values)), tokenizer
+    cfg = OmegaConf.create(literal(values))
+    mask_if_configured(cfg, model, tokenizer)
+    return model.eval(), cfg, tokenizer
 
 
 def refuse_other_module(path: Path, values: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
     ],
 )
 def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
-    assert not trust.foreign_settings({"callbacks": {"one": {"_target_": target, "every": 3}}})
+    assert not trust.foreign_settings({"callbacks": {"one": {"_target_": target, "every": 3}}}, [CONFIGS])
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_the_card_is_the_receipt_and_its_code_runs(pair, capsys, monkeypatch):
 
 
 def test_a_checkpoint_without_metrics_can_be_exported(shaped, saved, tmp_path):
-    more = {"callbacks": {}, "tokens": None}
+    more = {"callbacks": {}, "loops": {}}
     export(saved(shaped(), ByteTokenizer(), **more), tmp_path / "new")
     card = (tmp_path / "new/README.md").read_text(encoding="utf-8")
     assert "| tokens seen | not known |" in card
