@@ -37,7 +37,7 @@ from lockstep_gpt.tokens.sources.source import Block, Position
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.tokens.windows import Batch as Pair
-from lockstep_gpt.trained_model import OUR_MODULE
+from lockstep_gpt.trained_model import OUR_MODULE, tell_changes
 from lockstep_gpt.training import rank_output
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
@@ -92,6 +92,7 @@ def of_split(
         raise UserError(f"module._target_={target} is no LightningModule; name a class that is one")
     if isinstance(module, GPTModule):
         mask_if_configured(cfg, module.model, data.tokenizer)
+        tell_changes(checkpoint, content)
     weights = content["state_dict"]
     names = [name for name, _ in module.named_parameters() if name in weights]
     refuse_broken_weights(((name, weights[name]) for name in names), f"checkpoint {checkpoint}")
@@ -160,6 +161,7 @@ class ReadAlready(AtomicCheckpointIO):
     Args:
         content: of the checkpoint.
     """
+
     def __init__(self, content: dict[str, Any]) -> None:
         super().__init__()
         self.content = content
@@ -171,6 +173,7 @@ class ReadAlready(AtomicCheckpointIO):
 
 class CountedTargets(Callback):
     """Counts the targets of a GPT's micro-batches that aren't padding."""
+
     def __init__(self) -> None:
         self.of_all_ranks = 0
         self._counts: list[torch.Tensor] = []

@@ -106,7 +106,7 @@ def model_of(
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
     refuse_broken_weights(model.named_parameters(), f"checkpoint {path}")
-    _tell_changes(path, content)
+    tell_changes(path, content)
     cfg = OmegaConf.create(literal(values))
     mask_if_configured(cfg, model, tokenizer)
     return model.eval(), cfg, tokenizer
@@ -151,7 +151,7 @@ def tokenizer_of(path: Path, content: dict[str, Any]) -> Tokenizer:
     raise UserError(f"{path} has no tokenizer; use a checkpoint of a run on tokens")
 
 
-def _tell_changes(path: Path, content: dict[str, Any]) -> None:
+def tell_changes(path: Path, content: dict[str, Any]) -> None:
     """Warn if the model's code has changed since it was trained."""
     starts = content.get("arithmetic") or {}
     trained_by = starts[max(starts)].get("code") if starts else None

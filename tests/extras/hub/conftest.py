@@ -107,7 +107,9 @@ def saved(tmp_path_factory):
             "Tokens": {"tokenizer": tokenizer.to_dict(), "fingerprint": "0" * 8},
             "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
             "global_step": 7,
-            "loops": {"fit_loop": {"state_dict": {"combined_loader": [{"step": 7, "samples": 42}]}}},
+            "loops": {
+                "fit_loop": {"state_dict": {"combined_loader": [{"step": 7, "samples": 42}]}}
+            },
             "callbacks": {"Checkpoints": {"losses": {5: 4.0, 7: 3.21987}}},
             **more,
         }
