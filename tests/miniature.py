@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-
 from omegaconf import DictConfig, OmegaConf
 
 import lockstep_gpt
@@ -141,8 +140,14 @@ def new_run(folder):
         make_optimizer = {"adamw": adamw, "muon": muon}[optim.pop("algorithm", "adamw")]
         config = OmegaConf.create(
             {
-                **{"seed": 1337, "max_steps": 6, "val_every": 3, "log_every": 2},
-                **{"precision": "32-true", "compile": False, "clip_norm": 1.0, "max_skipped": 0},
+                "seed": 1337,
+                "max_steps": 6,
+                "val_every": 3,
+                "log_every": 2,
+                "precision": "32-true",
+                "compile": False,
+                "clip_norm": 1.0,
+                "max_skipped": 0,
                 **settings,
                 "batch": {**BATCH, **(batch or {})},
                 "model": {**MODEL, **(model or {})},
@@ -282,10 +287,13 @@ def _file(group, choice):
 def saved_run(tmp_path_factory):
     """Return a function that saves a model for `tokenizer` as if it was trained on a source.
 
-    The likeliest token is never one of `never`. `data` are settings of the source.
+    The likeliest token is never one of `never`. `settings` are of the source, or of the data.
     """
 
-    def save(tokenizer, never=(), source="stdlib", **data):
+    def save(tokenizer, never=(), source="stdlib", **settings):
+        of_data = _file("data", "tokens")
+        of_source = {name: value for name, value in settings.items() if name not in of_data}
+        of_data |= {name: value for name, value in settings.items() if name in of_data}
         torch.manual_seed(0)
         model = GPT(tokenizer.vocab_size, **SAVED, dropout=0.5)
         for parameter in model.parameters():
@@ -293,8 +301,13 @@ def saved_run(tmp_path_factory):
         model.token_embedding.weight.data[[*never]] = 0
         content = {
             "config": {
-                **{"seed": 1, "max_steps": 1, "precision": "32-true", "tokenizer": "bytes"},
-                **{"val_tokens": None, "compile": False, "lr_scaling": "none"},
+                "seed": 1,
+                "max_steps": 1,
+                "precision": "32-true",
+                "tokenizer": "bytes",
+                "val_tokens": None,
+                "compile": False,
+                "lr_scaling": "none",
                 "batch": {"_target_": "lockstep.Batch", "global_size": 1},
                 "module": _file("module", "gpt"),
                 "model": {**_file("model", "gpt"), **SAVED, "dropout": 0.5},
@@ -302,11 +315,13 @@ def saved_run(tmp_path_factory):
                 "schedule": {"_target_": "lockstep.Schedule"},
                 "packing": _file("packing", "stream"),
                 "data": {
-                    **_file("data", "tokens"),
-                    "source": {**_file("data", source)["source"], **data},
+                    **of_data,
+                    "source": {**_file("source", source), **of_source},
                 },
             },
             "Tokens": {"tokenizer": tokenizer.to_dict(), "fingerprint": None},
+            "pytorch-lightning_version": lightning.__version__,
+            "global_step": 1,
             "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
         }
         run = tmp_path_factory.mktemp("run")

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-import lockstep
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
+import lockstep
 from lockstep_gpt.model.functional import IGNORE, perplexity
 from lockstep_gpt.model.language_model import LanguageModel
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt import cli
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.inference.evaluate import evaluate_text
+from lockstep_gpt.measure import of_text
 from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.trained_model import load_model
 
 T = 64
 
@@ -40,7 +40,7 @@ def test_every_token_of_a_text_of_any_length_counts_once(tmp_path, model, length
     text = (b"the quick brown fox " * 99)[:length]
     (tmp_path / "a.txt").write_bytes(text)
     with torch.inference_mode():
-        result = evaluate_text(model, ByteTokenizer(), str(tmp_path / "a.txt"), batch_size)
+        result = of_text(model, ByteTokenizer(), str(tmp_path / "a.txt"), batch_size)
     loss, count = loss_by_hand(model, text)
     assert result["tokens"] == count == length
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
@@ -60,7 +60,7 @@ def test_what_is_no_text_is_one_clear_line(tmp_path, model, files, line):
     for name, content in files.items():
         (tmp_path / "texts" / name).write_bytes(content)
     with pytest.raises(UserError, match=line):
-        evaluate_text(model, ByteTokenizer(), str(tmp_path / "texts"), 8)
+        of_text(model, ByteTokenizer(), str(tmp_path / "texts"), 8)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,13 @@ def tested(tmp_path_factory):
     texts.mkdir()
     for number in range(40):
         (texts / f"{number}.txt").write_text(f"{number} of forty texts, in words. " * 90)
-    words = ["train", "experiment=smoke", "data=text", f"data.path={texts}"]
-    words += ["data.val_fraction=0.3", "data.test_fraction=0.3", "trainer=cpu", "logger=none"]
+    words = ["train", "experiment=smoke", "data=text", f"data.source.path={texts}"]
+    words += [
+        "data.source.val_fraction=0.3",
+        "data.source.test_fraction=0.3",
+        "trainer=cpu",
+        "logger=none",
+    ]
     words += ["launch.inline=true", "callbacks.sample.length=9"]
     words += [f"data.root={folder / 'data'}", f"run_dir={folder / 'run'}"]
     assert cli.main(words) == 0
@@ -108,4 +113,6 @@ def test_a_run_without_a_test_split_says_how_to_get_one(finished, monkeypatch, c
     command, _ = finished
     monkeypatch.chdir(command.folder)
     assert cli.main(["evaluate", "runs/first", "--split", "test"]) == 2
-    assert "has no test split; prepare one with data.test_fraction" in capsys.readouterr().err
+    assert (
+        "has no test split; prepare one with data.source.test_fraction" in capsys.readouterr().err
+    )

@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from lightning import Callback, Trainer
 
+import lockstep
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.module import count_targets
+from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.training.seeds import leaf_seed
 
 
@@ -88,3 +91,45 @@ def test_the_optimizer_is_fused_and_starts_at_the_schedule_s_rate(new_run, preci
     (rate,) = {group["lr"] for group in parts["optimizer"].param_groups}
     assert rate == run.schedule.lr(0) == 0.25 / 4
     assert parts["optimizer"].defaults["fused"] is True
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resume_follows_its_own_schedule(new_run, tmp_path):
+    """`StepRate` has the rates of this run, where torch's `LambdaLR` would keep the saved peak."""
+    first = new_run(max_steps=2, optim={"lr": 0.25})
+    first.fit(first.checkpoints(tmp_path))
+    again = new_run(max_steps=4, optim={"lr": 0.125})
+    trainer = again.fit(ckpt_path=checkpoint_path(tmp_path, 2))
+    (rate,) = {group["lr"] for group in trainer.optimizers[0].param_groups}
+    assert rate == again.schedule.lr(4)
+
+
+def test_a_model_of_the_same_kind_can_be_made(new_run):
+    module = new_run().module
+    other = module.new_model()
+    assert type(other) is type(module.model)
+    assert other is not module.model
+    assert other.vocab_size == module.model.vocab_size
+
+
+def test_the_module_knows_the_operations_of_its_model(new_run):
+    module = new_run().module
+    assert module.flops_per_token == module.model.flops_per_token > 0
+    module.model = torch.nn.Linear(2, 2)  # a model of an owner's
+    assert not hasattr(module, "flops_per_token")
+
+
+def test_targets_that_count_are_counted():
+    targets = torch.tensor([[1, IGNORE, 2], [IGNORE, IGNORE, 3]])
+    assert count_targets((targets, targets)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers")
+def test_training_chooses_matrix_products_and_validating_alone_does_not(new_run, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(lockstep, "choose_matrix_products", chosen.append)
+    run = new_run(max_steps=1, val_every=1)
+    trainer = run.fit()
+    assert chosen == ["cpu"]
+    trainer.validate(run.module, run.data, verbose=False)
+    assert chosen == ["cpu"]

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from hydra.utils import instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -7,10 +8,8 @@ from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.training import muon as muon_module
-from lockstep_gpt import optim
 from lockstep_gpt.optim import adamw, muon
-from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
+from lockstep_gpt.training import muon as muon_module
 
 SETTINGS = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -109,11 +108,27 @@ def test_with_exact_sums_muon_is_not_compiled_and_a_gpu_stacks_nothing(
     assert optimizer.placement == flags
 
 
-def test_a_module_without_the_function_is_refused_by_name(monkeypatch) -> None:
-    monkeypatch.delattr(optim, "muon")
-    message = r"optim\.py defines no muon; define it as training/optim\.py does$"
-    with pytest.raises(UserError, match=message):
-        optimizer_of(OptimConfig(algorithm="muon"))
+WRONG = {
+    "optim.weight_decay=-0.1 must be at least 0": {"weight_decay": -0.1},
+    "optim.beta1=1 must be below 1": {"beta1": 1},
+    "optim.beta2=-0.5 must be at least 0": {"beta2": -0.5},
+    "optim.eps=0 must be above 0": {"eps": 0},
+    "optim.eps=tiny must be a number": {"eps": "tiny"},
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_a_setting_out_of_range_is_one_line(make, line):
+    with pytest.raises(UserError) as refused:
+        make(gpt().named_parameters(), lr=1e-3, **WRONG[line])
+    assert str(refused.value) == line
+
+
+def test_the_head_s_rate_is_a_fraction_above_zero():
+    line = r"^optim\.head_lr_fraction=0 must be above 0$"
+    with pytest.raises(UserError, match=line):
+        muon(gpt().named_parameters(), lr=1e-3, head_lr_fraction=0)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -172,12 +187,12 @@ def test_a_resumed_rate_is_the_one_that_a_scheduler_of_torch_had_reached(make):
     assert rates[0][0] == 1e-3 / 4
 
 
-@pytest.mark.parametrize(("algorithm", "kind"), [("adamw", "AdamW"), ("muon", "Muon")])
-def test_settings_make_the_optimizer_that_arguments_make(algorithm, kind):
-    config = OptimConfig(algorithm=algorithm, lr=5.0, head_lr_fraction=0.5, **SETTINGS)
+@pytest.mark.parametrize(("choice", "kind"), [("adamw", "AdamW"), ("muon", "Muon")])
+def test_a_choice_makes_the_optimizer_that_arguments_make(composed, choice, kind):
+    words = [f"optim={choice}", "optim.lr=5.0", *(f"optim.{n}={v}" for n, v in SETTINGS.items())]
     model = gpt()
-    made = optimizer_of(config)(model.named_parameters(), lr=1e-3)
-    own = {"head_lr_fraction": 0.5} if algorithm == "muon" else {}
-    expected = getattr(optim, algorithm)(model.named_parameters(), lr=1e-3, **SETTINGS, **own)
+    make = instantiate(composed(*words).optim)
+    made = make(model.named_parameters(), lr=1e-3)
+    expected = make.func(model.named_parameters(), lr=1e-3, **SETTINGS)
     assert type(made).__name__ == kind
     assert made.state_dict() == expected.state_dict()
