@@ -6,12 +6,17 @@ import argparse
 import difflib
 import math
 import re
+import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from omegaconf import DictConfig
 
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import composed
 from lockstep_gpt.launch.main import Program
@@ -79,7 +84,12 @@ def each_job(program: Program, overrides: list[str], job: Callable[[DictConfig],
         except UserError as error:
             mistakes.append(error)
 
-    composed.call(program.source, composed.for_hydra(overrides), run_job)
+    sweeps = Path(tempfile.gettempdir(), f"{PROGRAM}-{secrets.token_hex(8)}")
+    places = ["hydra.run.dir=.", f"hydra.sweep.dir={sweeps}"]  # Hydra makes folders for its jobs
+    try:
+        composed.call(program.source, composed.for_hydra([*overrides, *places]), run_job)
+    finally:
+        shutil.rmtree(sweeps, ignore_errors=True)
     if mistakes:
         raise mistakes[0]
     return results
