@@ -10,7 +10,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig
 
-from lockstep_gpt import extras
-from lockstep_gpt.config import Config, groups
-from lockstep_gpt.tokens.data_settings import data_choices
-from lockstep_gpt.launch import compose
+from lockstep_gpt.launch import composed as composing
+from lockstep_gpt.programs import train_program
 
 MOST = 100  # remembered results; more would take time in each garbage collection
 
@@ -39,34 +36,18 @@ def quick_composition() -> Iterator[None]:
 def quick() -> Iterator[None]:
     """Save most of the time of composing in this process and its forks.
 
-    Each command registers the same schema, reads YAML in Python, and has Hydra compose everything
-    one extra time, only for `hydra.mode`.
+    Each command reads YAML in Python, and has Hydra compose everything one extra time, only for
+    `hydra.mode`.
     """
-    register, registered = compose.register_schema, []
-
-    with _remembered() as forget, pytest.MonkeyPatch.context() as patch:
-
-        def register_what_is_new(*folders: Path) -> None:
-            sources = data_choices(*folders)
-            wanted = [*extras.__path__], groups(), sources
-            if wanted not in registered:
-                forget()
-                register(*folders)
-                registered[:] = [wanted]
-
-        patch.setattr(compose, "register_schema", register_what_is_new)
+    with _remembered(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as if it is not set
         yield
 
 
 @contextlib.contextmanager
-def _remembered() -> Iterator[Any]:
-    """Make Hydra remember which files choices lead to, and what these files compose.
-
-    Yields:
-        a function that empties the memory.
-    """
+def _remembered() -> Iterator[None]:
+    """Make Hydra remember which files choices lead to, and what these files compose."""
     choose = defaults_list._create_defaults_list
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
     memory: dict[str, Any] = {}
@@ -99,7 +80,7 @@ def _remembered() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defaults_list, "_create_defaults_list", chosen)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merged)
-        yield memory.clear
+        yield
 
 
 def _files(repo: Any) -> list[tuple[Any, ...]]:
@@ -115,16 +96,12 @@ def _files(repo: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="session")
-def composed() -> Callable[..., Config]:
+def composed() -> Callable[..., DictConfig]:
     """Return the configuration that command-line arguments produce."""
 
-    def compose_words(*words: str) -> Config:
-        made: list[Config] = []
-
-        def job(config: DictConfig) -> None:
-            made.append(compose.resolve_config(config)[1])
-
-        compose.run(list(words), job)
+    def compose_words(*words: str) -> DictConfig:
+        made: list[DictConfig] = []
+        composing.call(train_program().source, composing.for_hydra([*words]), made.append)
         return made[0]
 
     return compose_words

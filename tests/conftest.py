@@ -393,7 +393,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
     """Exclude imported modules from garbage collection, which each run calls."""
-    importlib.import_module("lockstep_gpt.training.train")
+    importlib.import_module("lockstep_gpt.train")
     gc.collect()
     gc.freeze()
 

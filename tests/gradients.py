@@ -7,20 +7,22 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.modern import ModernGPT
 
 LARGEST_ERROR = 3e-2  # of a right bfloat16 gradient, relative to its norm; here at most 2e-2
 VOCAB, SAMPLES = 300, 4
-SHAPES = {
-    "gpt": {"residual_dtype": "bfloat16"},
-    "gpt, float32 residual": {},
-    "modern": {"architecture": "modern", "bias": False, "n_kv_head": 1, "ngram_rows": 64},
+SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt": (GPT, {"residual_dtype": "bfloat16"}),
+    "gpt, float32 residual": (GPT, {"residual_dtype": "float32"}),
+    "modern": (ModernGPT, {"n_kv_head": 1, "ngram_rows": 64}),
 }
 
 
@@ -50,9 +52,9 @@ class Gradients:
             spoil: is called with it before it computes.
         """
         shape = {"block_size": self.tokens, "n_layer": 2, "n_head": 2, "n_embd": self.width}
-        config = ModelConfig(**shape, dropout=0.0, **SHAPES[self.architecture])
+        kind, more = SHAPES[self.architecture]
         torch.manual_seed(0)
-        reference = build_gpt(config, VOCAB)
+        reference = kind(VOCAB, **shape, **more)
         with torch.no_grad():
             for weight in reference.parameters():  # an initial zero would hide gradients
                 weight.add_(0.02 * torch.randn_like(weight))

@@ -12,6 +12,7 @@ import uuid
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import lightning
 import numpy as np
@@ -20,35 +21,29 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 
+from omegaconf import DictConfig, OmegaConf
+
+import lockstep_gpt
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.data_settings import data_choices
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.module import GPTModule
+from lockstep_gpt.optim import adamw
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
 from lockstep_gpt.schedule import Schedule
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.building import build_module, progress_of, schedule_of
-from lockstep_gpt.training.clipping import ClipAndSkip, FreeGradients
-from lockstep_gpt.module import GPTModule
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.training.clipping import ClipAndSkip
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 SAVED = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
 BATCH = {"micro_size": 2, "global_size": 4, "reference_size": 4}
-OPTIM = {"algorithm": "adamw", "lr": 1e-2}
+OPTIM = {"lr": 1e-2}
 LIGHTNINGS_NOISE = [
     "`isinstance.treespec, LeafSpec.` is deprecated",
     "The '.*_dataloader' does not have many workers",
@@ -58,12 +53,11 @@ LIGHTNINGS_NOISE = [
 
 @dataclass
 class Run:
-    config: Config
+    config: DictConfig
     batch: Batch
     schedule: Schedule
-    data: TokenDataModule
+    data: Tokens
     module: GPTModule
-    content: dict
     val_loss: float | None = None  # of the last `fit`
 
     @property
@@ -72,20 +66,14 @@ class Run:
 
     @property
     def clipping(self):
-        return ClipAndSkip(self.config.optim.clip_norm, self.config.guard.max_skipped)
-
-    def content_with_progress(self, trainer):
-        return {**self.content, **progress_of(trainer, self.batch, self.config.model.block_size)}
+        return ClipAndSkip(self.config.clip_norm, self.config.max_skipped)
 
     def checkpoints(self, folder):
-        settings = self.config.checkpoint
-        return Checkpoints(
-            folder,
-            every=settings.every,
-            keep_last=settings.keep_last,
-            keep_best=settings.keep_best,
-            content=self.content_with_progress,
-        )
+        return Checkpoints(folder, content=self.content, **self.config.checkpoint)
+
+    def content(self, _trainer):
+        """Return what a `Run` adds to its checkpoints."""
+        return {"config": {"max_steps": self.config.max_steps}}
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, **settings):
         # On a CPU, Lightning would replace it with bfloat16.
@@ -94,10 +82,10 @@ class Run:
         chosen = {type(callback) for callback in callbacks}
         first = [MicroBatchSeeds(self.config.seed)]
         if Metrics not in chosen:
-            first.append(Metrics(self.config.log_every))
+            first.append(Metrics(self.batch, every=self.config.log_every))
         if "strategy" not in settings and self.config.batch.exact_micro_size is not None:
-            settings["strategy"] = strategies.single_device("cpu", exact_threads=1)
-        last = [self.clipping, FreeGradients()]
+            settings["strategy"] = strategies.auto(batch=self.batch)
+        last = [self.clipping]
         trainer = lightning.Trainer(
             accelerator="cpu",
             callbacks=[*first, *callbacks, *last],
@@ -129,7 +117,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     text = np.random.default_rng(0).choice([*map(chr, range(48, 98))], 998)
     (root / "text").write_text("".join(text))
-    return prepare(Text(root=str(root), path=str(root / "text"), val_fraction=0.198))
+    return root
 
 
 @pytest.fixture
@@ -148,28 +136,35 @@ def texts(tmp_path):
 def new_run(folder):
     """Create a run of `max_steps` updates of two micro-batches of two samples each."""
 
-    def make(*, model=None, optim=None, checkpoint=None, guard=None, batch=None, **settings):
-        config = Config(
-            **{"max_steps": 6, "val_every": 3, "log_every": 2, **settings},
-            batch=BatchConfig(**{**BATCH, **(batch or {})}),
-            model=ModelConfig(**{**MODEL, **(model or {})}),
-            optim=OptimConfig(**{**OPTIM, **(optim or {})}),
-            checkpoint=CheckpointConfig(**(checkpoint or {})),
-            guard=GuardConfig(**(guard or {})),
+    def make(*, model=None, optim=None, schedule=None, checkpoint=None, batch=None, **settings):
+        config = OmegaConf.create(
+            {
+                **{"seed": 1337, "max_steps": 6, "val_every": 3, "log_every": 2},
+                **{"precision": "32-true", "compile": False, "clip_norm": 1.0, "max_skipped": 0},
+                **settings,
+                "batch": {**BATCH, **(batch or {})},
+                "model": {**MODEL, **(model or {})},
+                "optim": {**OPTIM, **(optim or {})},
+                "checkpoint": checkpoint or {},
+            }
         )
+        spread = Batch(**config.batch).spread_over(1)
+        source = Text(path=str(folder / "text"), val_fraction=0.198)
+        data = Tokens(
+            source, config.model.block_size, batch=spread, seed=config.seed, root=str(folder)
+        )
+        course = Schedule(config.max_steps, config.optim.lr, **(schedule or {}))
         torch.manual_seed(config.seed)
-        spread = config.batch.build().spread_over(1)
-        schedule = schedule_of(config, spread)
-        tokenizer = load_index(folder).tokenizer
-        data = TokenDataModule(
-            folder,
-            block_size=config.model.block_size,
-            micro_size=spread.micro_size,
-            seed=config.seed,
+        module = GPTModule(
+            partial(GPT, **config.model),
+            partial(adamw, **config.optim),
+            course,
+            data.vocab_size,
+            compiled=config.compile,
         )
-        module = build_module(config, schedule, from_dict(tokenizer))
-        content = {"config": {"max_steps": config.max_steps}, "tokenizer": tokenizer}
-        return Run(config, spread, schedule, data, module, content)
+        if config.precision == "64-true":
+            module.double()
+        return Run(config, spread, course, data, module)
 
     return make
 
@@ -276,6 +271,11 @@ def read_offline():
     return read_offline_runs
 
 
+def _file(group, choice):
+    """Return the values in a YAML file."""
+    return OmegaConf.to_container(OmegaConf.load(lockstep_gpt.CONFIGS / f"{group}/{choice}.yaml"))
+
+
 @pytest.fixture(scope="session")
 def saved_run(tmp_path_factory):
     """Return a function that saves a model for `tokenizer` as if it was trained on a source.
@@ -284,7 +284,6 @@ def saved_run(tmp_path_factory):
     """
 
     def save(tokenizer, never=(), source="stdlib", **data):
-        kind = data_choices()[source]
         torch.manual_seed(0)
         model = GPT(tokenizer.vocab_size, **SAVED, dropout=0.5)
         for parameter in model.parameters():
@@ -292,13 +291,20 @@ def saved_run(tmp_path_factory):
         model.token_embedding.weight.data[[*never]] = 0
         content = {
             "config": {
-                "max_steps": 1,
-                "batch": {"global_size": 1},
-                "model": {**SAVED, "dropout": 0.5},
-                "data": {"_target_": f"{kind.__module__}.{kind.__qualname__}", **data},
-                "optim": {"algorithm": "adamw"},
+                **{"seed": 1, "max_steps": 1, "precision": "32-true", "tokenizer": "bytes"},
+                **{"val_tokens": None, "compile": False, "lr_scaling": "none"},
+                "batch": {"_target_": "lockstep.Batch", "global_size": 1},
+                "module": _file("module", "gpt"),
+                "model": {**_file("model", "gpt"), **SAVED, "dropout": 0.5},
+                "optim": {**OPTIM, "_target_": "lockstep_gpt.optim.adamw", "_partial_": True},
+                "schedule": {"_target_": "lockstep.Schedule"},
+                "packing": _file("packing", "stream"),
+                "data": {
+                    **_file("data", "tokens"),
+                    "source": {**_file("data", source)["source"], **data},
+                },
             },
-            "tokenizer": tokenizer.to_dict(),
+            "Tokens": {"tokenizer": tokenizer.to_dict(), "fingerprint": None},
             "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
         }
         run = tmp_path_factory.mktemp("run")

@@ -98,7 +98,7 @@ def test_a_scaler_restores_its_scale_on_the_device_of_the_loss():
 
 
 def test_callbacks_and_the_module_save_numbers_that_no_device_has(new_run, tmp_path):
-    run = new_run(max_steps=2, guard={"max_skipped": 1})
+    run = new_run(max_steps=2, max_skipped=1)
     trainer = run.fit(run.checkpoints(tmp_path))
     saved = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
     states = [saved[name] for name in ("callbacks", "means", "loops", "lr_schedulers")]

@@ -64,7 +64,7 @@ def test_each_micro_batch_draws_its_own_dropout(new_run):
 
 
 def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
-    run = new_run(max_steps=1, optim={"clip_norm": 0.1, "weight_decay": 0.0, "eps": 0.01})
+    run = new_run(max_steps=1, clip_norm=0.1, optim={"weight_decay": 0.0, "eps": 0.01})
     model, seen = copy.deepcopy(run.module.model), Batches()
     run.fit(seen)
     for batch in seen.batches:
@@ -81,7 +81,7 @@ def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_the_optimizer_is_fused_and_starts_at_the_schedule_s_rate(new_run, precision):
-    run = new_run(optim={"lr": 0.25, "warmup_steps": 4}, precision=precision)
+    run = new_run(optim={"lr": 0.25}, schedule={"warmup": 4}, precision=precision)
     run.module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     parts = run.module.configure_optimizers()
     assert parts["lr_scheduler"]["interval"] == "step"

@@ -82,7 +82,7 @@ def test_the_validation_loss_is_written_exactly_and_its_exp_is_the_perplexity(ro
 
 
 def test_a_row_has_the_learning_rate_of_its_update_and_the_tokens_until_then(new_run, tmp_path):
-    run = new_run(max_steps=4, log_every=1, optim={"warmup_steps": 2})
+    run = new_run(max_steps=4, log_every=1, schedule={"warmup": 2})
     table, _, _ = measured(run, tmp_path / "metrics.csv")
     assert [row["optim/lr"] for row in table.values()] == [run.schedule.lr(s) for s in range(4)]
     assert table[1]["optim/lr"] == 0.5 * 1e-2
@@ -91,7 +91,7 @@ def test_a_row_has_the_learning_rate_of_its_update_and_the_tokens_until_then(new
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 def test_the_gradient_norm_is_that_of_the_whole_step_before_clipping(new_run, tmp_path, clip_norm):
-    run = new_run(max_steps=1, log_every=1, optim={"clip_norm": clip_norm})
+    run = new_run(max_steps=1, log_every=1, clip_norm=clip_norm)
     model = copy.deepcopy(run.module.model)
     table, recorder, _ = measured(run, tmp_path / "metrics.csv")
     for batch in recorder.batches:

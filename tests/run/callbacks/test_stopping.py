@@ -152,14 +152,14 @@ def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, t
 
 def test_exactly_the_allowed_updates_are_skipped(new_run):
     settings = {"max_steps": 9, "val_every": 9, "log_every": 4}
-    allowed = new_run(**settings, guard={"max_skipped": 2})
+    allowed = new_run(**settings, max_skipped=2)
     spoil, metrics = Spoil(2, 5), Metrics(4, 1)
     allowed.fit(spoil, metrics)
     assert metrics.row["optim/skipped"] == 2
     assert [torch.equal(spoil.weights[n], spoil.weights[n + 1]) for n in range(1, 9)] == [
         n in (2, 5) for n in range(1, 9)
     ]
-    again = new_run(**settings, guard={"max_skipped": 2})
+    again = new_run(**settings, max_skipped=2)
     with pytest.raises(RunError, match=r"^step 6: "):
         again.fit(Spoil(2, 5, 6), Metrics(4, 1))
 
@@ -215,7 +215,7 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
 
 
 def test_with_a_loss_scale_weights_stay_after_too_many_skips(new_run):
-    run = new_run(**{**HALF, "log_every": 40}, max_steps=60, guard={"max_skipped": 1})
+    run = new_run(**{**HALF, "log_every": 40}, max_steps=60, max_skipped=1)
     spoil = SpoilScaled(lambda step, scale: step in (30, 33) or (step > 1 and scale > 1))
     with pytest.raises(RunError, match=r"^step 33: "):
         run.fit(spoil, Metrics(40, 1))
