@@ -8,16 +8,9 @@ from functools import cached_property
 
 from omegaconf import DictConfig, OmegaConf
 
-<<<<<<< HEAD
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.exact_sizes import gradient_copies, has_bucket_copies
-=======
 from lockstep_gpt.batch import Batch, gradient_copies
-from lockstep_gpt.config import Config
-from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.distributed.ddp import has_bucket_copies
->>>>>>> flip
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.choices import can_shard, tensor_parallel, with_node, with_values
