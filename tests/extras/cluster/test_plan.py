@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from lockstep_gpt import PROGRAM, cli
-from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt import CONFIGS, PROGRAM, cli
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import OF_GPT2, WORLD_SIZES
 from lockstep_gpt.extras.cluster.prediction import predict
@@ -199,7 +198,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
             millions -= 50_257 * config.model.n_embd / 1e6
             size = {"modern_124m": 124, "modern_350m": 350, "modern_1b": 1200}[preset]
             assert millions == pytest.approx(size, rel=0.02), preset
-    presets = {path.stem for path in yaml_files("model").values()}
+    presets = {path.stem for path in (CONFIGS / "model").glob("*.yaml")}
     assert presets > OF_GPT2
 
 

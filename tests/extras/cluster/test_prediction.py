@@ -2,10 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep_gpt.building import build
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
-from lockstep_gpt.training.building import schedule_of
+from lockstep_gpt.schedule import scaled_lr
 from lockstep_gpt.training.orthogonalization import flops_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -17,7 +18,7 @@ FIXED = ("batch.global_size=64", "batch.reference_size=64")
 def gpt2(composed):
     """GPT-2 with its own vocabulary and a fixed batch, on 1 to 16 devices."""
     config = composed("model=gpt2", "precision=bf16-mixed", *FIXED)
-    config.data.vocab_size = 50_257
+    config.data.source.vocab_size = 50_257
     return config, predict(config, H100, (1, 2, 4, 8, 16))
 
 
@@ -31,8 +32,9 @@ def test_the_model_is_the_published_one(gpt2):
 def test_batch_and_learning_rate_are_training_s_own(gpt2):
     config, plan = gpt2
     for row in plan.rows:
-        batch = config.batch.build().spread_over(row.batch.devices, row.batch.nodes)
-        assert (row.batch, row.lr) == (batch, schedule_of(config, batch).peak)
+        batch = build(config.batch).spread_over(row.batch.devices, row.batch.nodes)
+        lr = scaled_lr(config.optim.lr, batch, config.lr_scaling)
+        assert (row.batch, row.lr) == (batch, lr)
 
 
 def test_a_fixed_batch_scales_strongly_and_loses_efficiency(gpt2):
@@ -157,7 +159,7 @@ def test_a_precision_that_the_device_lacks_is_rejected(composed):
 def test_the_vocabulary_is_that_of_the_data(composed):
     data = composed().data
     assert vocabulary(data) == 256
-    data.vocab_size = 999
+    data.source.vocab_size = 999
     assert vocabulary(data) == 999
 
 
