@@ -111,11 +111,6 @@ def test_a_mistake_fails_in_one_line(screen, wrong):
     [
         ("--gpu h100", "--gpu is not a flag of plan; did you mean --hardware?"),
         ("--hardwar=h100", "--hardwar is not a flag of plan; did you mean --hardware?"),
-        (
-            "--n_layer 3",
-            "--n_layer is not a flag; settings are NAME=VALUE, without dashes; did you mean "
-            "model.n_layer?",
-        ),
     ],
 )
 def test_a_flag_of_another_name_is_answered_with_the_right_one(screen, typed, line):
@@ -169,8 +164,8 @@ SHAPE = ("model.n_layer=1", "model.n_embd=64", "model.n_head=2", "model.block_si
     [
         (["model=gpt2", *SHAPE], 50_257),
         (["model=gpt2", *SHAPE, "data=stdlib"], 256),
-        (["model=gpt2", *SHAPE, "data.val_tokens=4096"], 256),
-        (["model=gpt2", *SHAPE, "data=synthetic", "data.vocab_size=999"], 999),
+        (["model=gpt2", *SHAPE, "val_tokens=4096"], 256),
+        (["model=gpt2", *SHAPE, "data=synthetic", "data.source.vocab_size=999"], 999),
         (["model=nano"], 256),
         (["model=gpt2", "experiment=shape"], 50_257),
         (["model=gpt2", "experiment=built"], 50_257),
@@ -210,7 +205,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
         (["experiment=smoke", "max_steps=7"], 7 * 8 * 32, "max_steps=7 of 256 tokens"),
         (["experiment=smoke", "--tokens", "1e6"], 1e6, "by --tokens"),
         (
-            ["max_steps=10", "optim.warmup_steps=1", "batch.global_size=3"],
+            ["max_steps=10", "schedule.warmup=1", "batch.global_size=3"],
             10 * 3 * 64,
             "max_steps=10 of 192 tokens",
         ),
@@ -262,7 +257,7 @@ def test_numbers_have_readable_units():
 
 
 def test_no_figure_of_the_table_is_in_powers_of_ten(screen):
-    _, out, _ = screen("plan", "experiment=smoke", "--price", "2", "optim.lr_scaling=none")
+    _, out, _ = screen("plan", "experiment=smoke", "--price", "2", "lr_scaling=none")
     assert "e-" not in out.split("one optimizer step, ms\n")[1]
 
 

@@ -78,7 +78,7 @@ def test_a_step_computes_its_operations_at_the_assumed_part_of_the_peak(gpt2):
 
 
 def test_muon_s_products_are_part_of_the_update(composed):
-    words = ("model=gpt2", "optim.clip_norm=1.0", "batch.global_size=64")
+    words = ("model=gpt2", "clip_norm=1.0", "batch.global_size=64")
     configs = (composed(f"optim={name}", *words) for name in ("muon", "adamw"))
     muon, adamw = (predict(config, H100, (1,)) for config in configs)
     blocks = 12 * sum(map(flops_of, [(2304, 768), (768, 768), (3072, 768), (768, 3072)]))
@@ -94,7 +94,7 @@ def test_nodes_are_filled_one_after_the_other(gpt2):
 
 
 def test_a_batch_grows_with_the_devices_if_that_is_asked_for(composed):
-    config = composed("optim.lr_scaling=sqrt")  # 12 samples
+    config = composed("lr_scaling=sqrt")  # 12 samples
     plan = predict(config, H100, (1, 64), scaling="weak")
     assert plan.scaling == "weak"
     assert [row.batch.global_size for row in plan.rows] == [12, 12 * 64]
