@@ -65,8 +65,8 @@ class Finder:
             for place in PLACES[name]:
                 owner, _, attribute = place.rpartition(".")
                 holder = getattr(module, owner) if owner else module
-                name = owner if attribute == "__init__" else attribute
-                setattr(holder, attribute, noting(getattr(holder, attribute), name))
+                event = owner if attribute == "__init__" else attribute
+                setattr(holder, attribute, noting(getattr(holder, attribute), event))
 
         spec.loader.exec_module = execute_and_replace
         return spec
