@@ -98,6 +98,9 @@ def test_flags_change_the_hardware(screen):
         "model.n_layers=3",
         "model.n_embd=33",
         "precision=bf16-mixed --hardware t4",
+        "batch.global_size=-1",
+        "module._target_=lightning.LightningModule",
+        "data=text tokenizer=bpe",
     ],
 )
 def test_a_mistake_fails_in_one_line(screen, wrong):
@@ -295,3 +298,66 @@ def test_a_plan_of_gpus_for_a_run_on_the_cpu_says_so(screen):
     note = "trainer=cpu, but this plan is for h100; for this machine: doctor --save-profile"
     assert note in screen(*words, "trainer=cpu")[1]
     assert note not in screen(*words, "trainer=gpu")[1]
+
+
+OWN = """
+from torch import nn
+from lockstep_gpt.gpt import GPT
+
+
+class Wide(GPT):
+    def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, times=1):
+        super().__init__(vocab_size, block_size, n_layer, n_head, times * n_embd)
+
+
+class Stack(nn.Module):
+    def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd):
+        super().__init__()
+
+
+class Fixed(GPT):
+    def __init__(self, vocab_size, block_size):
+        super().__init__(vocab_size, block_size, 2, 2, 32)
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    """Models of an owner, each with a YAML file."""
+    (tmp_path / "own_models.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    files = {"Wide": {**sizes, "times": 2}, "Stack": sizes, "Fixed": {"block_size": 32}}
+    (tmp_path / "model").mkdir()
+    for name, settings in files.items():
+        node = {"_target_": f"own_models.{name}", "_partial_": True, **settings}
+        (tmp_path / f"model/{name.lower()}.yaml").write_text(json.dumps(node))
+    return ["batch.global_size=8", "max_steps=2", "--devices", "1", f"--config-dir={tmp_path}"]
+
+
+def test_a_model_of_one_s_own_is_planned_with_its_own_arguments(screen, own_models):
+    plan = json.loads(screen("plan", "model=wide", *own_models, "--json")[1])
+    same = ("model=gpt", "model.block_size=32", "model.n_layer=2", "model.n_head=2")
+    ours = json.loads(screen("plan", *same, "model.n_embd=64", *own_models, "--json")[1])
+    assert plan == {**ours, "vocabulary": plan["vocabulary"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("stack", "model._target_=own_models.Stack is not a LanguageModel"),
+        ("fixed", "plan varies model.n_layer, which own_models.Fixed lacks"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_refused_in_one_line(screen, own_models, model, line):
+    status, out, err = screen("plan", f"model={model}", *own_models)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{PROGRAM} plan: {line}")
+
+
+def test_a_plan_writes_no_files(screen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("experiment=smoke", "--devices", "1", "run_dir=runs/try")
+    assert screen("plan", *words)[0] == 0
+    assert screen("plan", "--multirun", *words, "model.n_layer=1,2")[1].count("\nmodel ") == 1
+    assert not [*tmp_path.iterdir()]

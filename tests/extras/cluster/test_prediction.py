@@ -4,6 +4,7 @@ import pytest
 
 from lockstep_gpt.building import build
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.cluster.fitting import Room
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 from lockstep_gpt.schedule import scaled_lr
@@ -217,6 +218,15 @@ def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), "weak", vocab_size=FEW).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
+
+
+@pytest.mark.parametrize("words", [["batch.exact_micro_size=1"], ["precision=64-true"]])
+def test_sharding_is_no_remedy_where_it_does_not_work(composed, words):
+    small = ("experiment=smoke", "optim=adamw", "precision=32-true")
+    hardware = replace(HARDWARE["h100"], memory=1.0, context=0.0)
+    rooms = [Room.of(composed(*small, *more), hardware, 256) for more in ([], words)]
+    shards = ["strategy=fsdp2" in dict(room._others) for room in rooms]
+    assert shards == [True, False]
 
 
 def test_a_fit_has_no_remedy(gpt2):

@@ -159,7 +159,7 @@ def vocabulary(data: DictConfig) -> int:
 def _size_of_source(node: DictConfig) -> int:
     missing = sorted(OmegaConf.missing_keys(node))
     if missing:
-        raise UserError(f"data.source.{missing[0]} is not set; set it")
+        raise UserError(f"{missing[0]}=??? leaves the text open; set it")
     source = build(node)
     size: int | None = getattr(source, "vocab_size", None)
     return size or recipe_of(source).tokenizer.vocab_size
