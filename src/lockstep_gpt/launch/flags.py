@@ -6,17 +6,13 @@ import argparse
 import difflib
 import math
 import re
-import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from omegaconf import DictConfig
 
-from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import composed
 from lockstep_gpt.launch.main import Program
@@ -84,12 +80,10 @@ def each_job(program: Program, overrides: list[str], job: Callable[[DictConfig],
         except UserError as error:
             mistakes.append(error)
 
-    sweeps = Path(tempfile.gettempdir(), f"{PROGRAM}-{secrets.token_hex(8)}")
-    places = ["hydra.run.dir=.", f"hydra.sweep.dir={sweeps}"]  # Hydra makes folders for its jobs
-    try:
-        composed.call(program.source, composed.for_hydra([*overrides, *places]), run_job)
-    finally:
-        shutil.rmtree(sweeps, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:  # for what Hydra itself writes
+        places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        words = composed.with_overrides(overrides, places)
+        composed.call(program.source, composed.for_hydra(words), run_job)
     if mistakes:
         raise mistakes[0]
     return results
