@@ -212,8 +212,7 @@ def test_gradients_and_buckets_of_two_ranks_take_the_predicted_bytes(
         run = new_run(batch=sizes)
         held = Held()
         place = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
-        threads = 1 if name == "exact" else None
-        run.fit(held, strategy=ddp(**place, **strategy, exact_threads=threads), devices=2)
+        run.fit(held, strategy=ddp(run.batch, **place, **strategy), devices=2)
         return held.most
 
     run = new_run(batch={**sizes, "global_size": 4 * accumulation}, strategy=strategy)
