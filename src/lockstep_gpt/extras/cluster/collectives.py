@@ -26,7 +26,7 @@ POOR = 0.5  # fraction of a link's expected bandwidth; anything below it is a pr
 ELEMENTS = 1000
 # Newer versions of torch use the first name, and warn about the second.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TRIAL = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
+TRIAL: dict[str, Any] = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples per rank
 # For float64 gradients, some as large as 0.1. A different order of summation changes them by about
 # 1e-16; different kernels on different CPUs change them by about 1e-8.

@@ -228,7 +228,7 @@ def _tensor_sums(room: Room) -> int:
         return 0
     size = 2 if config.precision in AUTOCAST else 4
     tables = 2 if config.model.get("ngram_rows") else 1
-    return (4 * config.model.n_layer + tables + 1) * config.model.n_embd * size
+    return int((4 * config.model.n_layer + tables + 1) * config.model.n_embd * size)
 
 
 def _notes(room: Room) -> list[str]:
@@ -314,7 +314,7 @@ class _Planner:
 
     def _tokens(self, batch: Batch) -> int:
         """Return the tokens of a step."""
-        return batch.global_size * self.room.config.model.block_size
+        return batch.global_size * int(self.room.config.model.block_size)
 
     def _row(self, batch: Batch, base: float, tokens: float, price: float | None) -> Row:
         config = self.room.config

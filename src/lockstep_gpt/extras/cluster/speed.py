@@ -112,7 +112,7 @@ def _utilisation(
         return None
     shape = with_values(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
     with torch.device("meta"):
-        flops = shaped(shape, vocab_size, config.precision).flops_per_token * shape.block_size
+        flops = shaped(shape, vocab_size, config.precision).flops_per_token * int(shape.block_size)
     micro_size = math.floor(STEP_FLOPS[device.type] / flops)
     if micro_size < 1:
         return None
