@@ -7,7 +7,8 @@ usage: python lab/time_to_loss.py [--device cpu] [--target 1.396] [--seeds 1,2,3
 With `--device cuda`, the recipes have 124 M parameters, and the target is 3.28 nats per token, as
 in the record runs of modded-nanogpt on FineWeb: choose such a text with `data=...`.
 
-Every run is the real command. Overrides apply to all runs, for example `data=text data.source.path=FILE`.
+Every run is the real command. Overrides apply to all runs, for example `data=text
+data.source.path=FILE`.
 Seconds are training time, without validation and startup. The learning rate decays over all
 `--steps` of a run: fewer steps reach a loss sooner, more steps reach a lower loss.
 """

@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.distributed.matrix_products import choose_matrix_products
 from lockstep_gpt.extras.datasets.attention import attention_within
 from lockstep_gpt.extras.datasets.mask import mask
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.functional import causal_attention
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.modern import ModernGPT
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 HEADS, WIDTH, SAMPLES = 4, 128, 4
-SHAPE = {"n_layer": 4, "n_head": HEADS, "n_embd": WIDTH, "bias": False}
+SHAPE = {"n_layer": 4, "n_head": HEADS, "n_embd": WIDTH}
 
 
 def batch_of(context: int, mean: float) -> tuple[Tensor, Tensor]:
@@ -73,12 +74,16 @@ def attended(attend: Callable[..., Tensor], qkv: Tensor, scale: float) -> None:
 
 def models(architecture: str, context: int) -> tuple[Any, Any]:
     """Return a masked model and one that is not."""
-    grams = {"ngram_rows": 4096, "longest_ngram": 4} if architecture == "modern" else {}
-    shape: Any = {**SHAPE, **grams, "block_size": context, "architecture": architecture}
-    config = ModelConfig(**shape)
-    masked = build_gpt(config, 256)
+    shape: Any = {**SHAPE, "block_size": context}
+    if architecture == "modern":
+        kind: Any = ModernGPT
+        shape |= {"ngram_rows": 4096, "longest_ngram": 4}
+    else:
+        kind = GPT
+        shape |= {"bias": False}
+    masked = kind(256, **shape)
     mask(masked, ByteTokenizer())
-    return masked, build_gpt(config, 256)
+    return masked, kind(256, **shape)
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from benchmark_task import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sums import ExactSums
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.gpt import GPT
 
 CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K
 
@@ -36,7 +36,7 @@ class Loop:
         shape = MODELS[model]
         torch.manual_seed(0)
         names = {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
-        gpt = build_gpt(ModelConfig(block_size=shape["T"], **names), shape["vocab"])
+        gpt = GPT(shape["vocab"], block_size=shape["T"], **names)
         self.model: Any = gpt
         if ranks > 1:
             self.model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)

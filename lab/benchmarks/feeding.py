@@ -30,8 +30,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lockstep_gpt.loading.loaders import Batches, Workers
 from lockstep_gpt.loading.order import RankOrder, Shuffled
 from lockstep_gpt.loading.permutation import permute
-from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.loading.reading import BatchReader
+from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.sources.synthetic import RandomTokens
 from lockstep_gpt.tokens.windows import StreamWindows
 

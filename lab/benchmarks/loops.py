@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,17 +156,18 @@ def our_model(task: Task) -> nn.Module:
 
 def best(task: Task, config: Any) -> Callable[[], Any]:
     """Return the leanest loop on the model and optimizer of `config`, with all batches ready."""
-    from lockstep_gpt.model.model_settings import build_gpt
-    from lockstep_gpt.training.optim_settings import optimizer_of
+    from hydra.utils import instantiate
+
+    from lockstep_gpt.building import build
 
     T = task.shape["T"]
-    model = build_gpt(config.model, task.shape["vocab"]).to(task.device)
+    model = build(config.model, vocab_size=task.shape["vocab"]).to(task.device)
     if task.compile:
         model.compile(dynamic=False)
     windows = tokens_of(task).unfold(0, T + 1, T)[: 64 * task.micro_size].to(task.device)
     ready = [(window[:, :-1], window[:, 1:]) for window in windows.split(task.micro_size)]
-    optimizer = optimizer_of(config.optim)(model.named_parameters(), lr=1e-4)
-    return raw(task, model, optimizer, itertools.cycle(ready), config.optim.clip_norm)
+    optimizer = instantiate(config.optim)(model.named_parameters(), lr=1e-4)
+    return raw(task, model, optimizer, itertools.cycle(ready), config.clip_norm)
 
 
 def accelerate(task: Task) -> Callable[[], Any]:
@@ -340,8 +342,12 @@ class Pair(Clock):
 
     def between(self, trainer: Any) -> None:
         """Run a burst of raw steps after each of the Trainer's bursts."""
+        from lockstep_gpt.launch.rank import frozen_config
+        from lockstep_gpt.run.directory import RunDirectory
+
         if self.step is None:
-            self.step = best(self.task, trainer.lightning_module.config)
+            run = RunDirectory(Path(trainer.default_root_dir))
+            self.step = best(self.task, frozen_config(run))
             for _ in range(WARMUP):
                 self.step()
         done = len(self.seconds) - WARMUP

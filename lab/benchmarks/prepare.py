@@ -124,7 +124,13 @@ def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
 def _learn(folder: Path, corpus: Path) -> None:
     """Learn a byte-pair encoding in advance, so that no measured build does so."""
     shutil.rmtree(folder / "data", ignore_errors=True)
-    words = ["prepare", "data=text", f"data.source.path={corpus}", "data.root=data", "tokenizer=bpe"]
+    words = [
+        "prepare",
+        "data=text",
+        f"data.source.path={corpus}",
+        "data.root=data",
+        "tokenizer=bpe",
+    ]
     subprocess.run([sys.executable, "-m", "lockstep_gpt", *words], cwd=folder, check=True)
     (prepared,) = (folder / "data").glob("text-*")
     values = load_index(prepared).tokenizer

@@ -25,9 +25,6 @@ from experiment import (
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.model.model_settings import build_gpt
-from lockstep_gpt.training.optim_settings import optimizer_of
-
 
 def ddp_accelerate() -> None:
     """Read the command line and train."""
@@ -48,9 +45,8 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     """Train, save, and validate as one rank of any number of ranks."""
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
-    model = build_gpt(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
-    weights = model.named_parameters()
-    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak)
+    model = experiment.new_model().to(accelerator.device, experiment.dtype)
+    optimizer = experiment.new_optimizer(model)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     dataset, size = experiment.training_set(), experiment.batch.micro_size
     # The sampler is for one rank: `prepare` deals its batches out to all ranks, one after another.
@@ -76,9 +72,7 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
                 loss = model(tokens, targets)
                 accelerator.backward(loss)  # divides by the number of micro-steps
                 if accelerator.sync_gradients:  # the last micro-step
-                    accelerator.clip_grad_norm_(
-                        model.parameters(), config.optim.clip_norm or torch.inf
-                    )
+                    accelerator.clip_grad_norm_(model.parameters(), config.clip_norm or torch.inf)
                 optimizer.step()  # does nothing in the other micro-steps
                 optimizer.zero_grad()
             mean += loss.detach() / accumulation

@@ -29,8 +29,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.model_settings import build_gpt
-from lockstep_gpt.training.optim_settings import optimizer_of
 
 
 def ddp_by_hand() -> None:
@@ -84,9 +82,8 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
-    model = build_gpt(config.model, experiment.vocab_size).to(device, experiment.dtype)
-    weights = model.named_parameters()
-    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak)
+    model = experiment.new_model().to(device, experiment.dtype)
+    optimizer = experiment.new_optimizer(model)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     done = 0
@@ -117,7 +114,7 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
                     loss = replica(tokens.to(device), targets.to(device)) / accumulation
                 loss.backward()
             mean += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or torch.inf)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or torch.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

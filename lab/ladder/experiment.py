@@ -12,30 +12,33 @@ import csv
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from sampler import EpochSampler
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.config import Config
+from lockstep_gpt.building import build
+from lockstep_gpt.distributed.matrix_products import choose_matrix_products
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.flags import each_job
 from lockstep_gpt.loading.order import spread
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.processes import end_process
+from lockstep_gpt.programs import train_program
+from lockstep_gpt.schedule import Schedule, scaled_lr
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import Index, load_index
 from lockstep_gpt.tokens.windows import Batch as Pair
 from lockstep_gpt.tokens.windows import StreamWindows, read_windows
-from lockstep_gpt.distributed.matrix_products import choose_matrix_products
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import compose
-from lockstep_gpt.processes import end_process
-from lockstep_gpt.schedule import Schedule
-from lockstep_gpt.training.building import schedule_of
 
 # Make the command's runs comparable with the rungs: log each step, validate once at the end.
 # 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.
@@ -62,7 +65,7 @@ DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "bf16-mixed": torc
 class Experiment:
     """One run as the `words` of the command line describe it, on `world_size` ranks."""
 
-    config: Config
+    config: DictConfig
     batch: Batch
     schedule: Schedule
     folder: Path  # folder of the prepared data
@@ -88,6 +91,17 @@ class Experiment:
         """The number of token ids."""
         return int(self.index.tokenizer["vocab_size"])
 
+    def new_model(self) -> LanguageModel:
+        """Return the model; its weights are drawn with torch's seed."""
+        model: LanguageModel = build(self.config.model, vocab_size=self.vocab_size)
+        return model
+
+    def new_optimizer(self, module: nn.Module) -> Optimizer:
+        """Return the optimizer of a module's weights, with the rate of this batch."""
+        make = instantiate(self.config.optim)
+        optimizer: Optimizer = make(module.named_parameters(), lr=self.schedule.peak)
+        return optimizer
+
     def training_set(self) -> Windows:
         """Return every window of the training split."""
         size = self.index.windows("train", self.config.model.block_size)
@@ -104,7 +118,7 @@ class Experiment:
     def validation_set(self) -> Windows:
         """Return the windows that the command validates on, spread evenly over the split."""
         T = self.config.model.block_size
-        limit = self.config.data.val_tokens
+        limit = self.config.val_tokens
         size = self.index.windows("val", T)
         count = size if limit is None else min(size, max(1, limit // T))
         return Windows(self, "val", spread(np.arange(count), size, count))
@@ -182,31 +196,19 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
     Raises:
         UserError: a setting is wrong, or asks for something that the rungs do not support.
     """
-    config = _composed([*SETTINGS, *words])
+    (config,) = each_job(train_program(), [*SETTINGS, *words], lambda config: config)
     if config.precision not in DTYPES:
         raise UserError(f"precision={config.precision} is not one of {', '.join(DTYPES)}")
-    accelerator = config.trainer["accelerator"]
+    accelerator = config.trainer.accelerator
     device_type = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     if device_type == "cpu" and accelerator in ("gpu", "cuda"):
         raise UserError("trainer=gpu but torch finds no CUDA device; set trainer=cpu")
     choose_matrix_products(device_type)
-    batch = config.batch.build().spread_over(world_size)
-    return Experiment(config, batch, schedule_of(config, batch), prepare(config.data), device_type)
-
-
-def _composed(words: list[str]) -> Config:
-    results: list[Config | UserError] = []
-
-    def job(composed: DictConfig) -> None:
-        try:
-            results.append(compose.resolve_config(composed)[1])
-        except UserError as error:  # Hydra would print its own line
-            results.append(error)
-
-    compose.run(words, job)
-    if isinstance(results[0], UserError):
-        raise results[0]
-    return results[0]
+    batch = build(config.batch).spread_over(world_size)
+    peak = scaled_lr(config.optim.lr, batch, config.lr_scaling)
+    schedule = build(config.schedule, steps=config.max_steps, peak=peak)
+    source = replace(build(config.data.source), root=config.data.root)
+    return Experiment(config, batch, schedule, prepare(source), device_type)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -73,7 +73,12 @@ def same_data_on_every_rank(words: list[str], _folder: Path) -> Finding:
 
 def unscaled_learning_rate(words: list[str], _folder: Path) -> Finding:
     """Four devices make the batch four times as large, but the learning rate stays the same."""
-    one = ["max_steps=100", "batch.global_size=4", "batch.reference_size=4", "schedule.decay=constant"]
+    one = [
+        "max_steps=100",
+        "batch.global_size=4",
+        "batch.reference_size=4",
+        "schedule.decay=constant",
+    ]
     four = [*one, "max_steps=25", "batch.global_size=16"]
     before = _validation_loss([*words, *one])
     unscaled = _validation_loss([*words, *four, "lr_scaling=none"])

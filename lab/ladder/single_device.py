@@ -22,9 +22,6 @@ from experiment import (
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.model.model_settings import build_gpt
-from lockstep_gpt.training.optim_settings import optimizer_of
-
 
 def single_device() -> None:
     """Read the command line and train."""
@@ -37,9 +34,8 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     config, accumulation = experiment.config, experiment.batch.accumulation
     device = torch.device(experiment.device_type)
     torch.manual_seed(config.seed)
-    model = build_gpt(config.model, experiment.vocab_size).to(device, experiment.dtype)
-    weights = model.named_parameters()
-    optimizer = optimizer_of(config.optim)(weights, lr=experiment.schedule.peak)
+    model = experiment.new_model().to(device, experiment.dtype)
+    optimizer = experiment.new_optimizer(model)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     done = 0
     if options.checkpoint and options.checkpoint.exists():
@@ -62,7 +58,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
                 loss = model(tokens.to(device), targets.to(device)) / accumulation
             loss.backward()
             mean += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or torch.inf)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or torch.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.tokens.windows import Batch
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import linear_cross_entropy
 from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.model.model_settings import build_gpt
-from lockstep_gpt.training.optim_settings import optimizer_of
+from lockstep_gpt.tokens.windows import Batch
 
 
 class First(nn.Module):
@@ -70,7 +68,7 @@ class Second(nn.Module):
 def whole_model(experiment: Experiment) -> LanguageModel:
     """Initialize the whole model, the same on every rank; each rank then keeps its part."""
     torch.manual_seed(experiment.config.seed)
-    return build_gpt(experiment.config.model, experiment.vocab_size).double()
+    return experiment.new_model().double()
 
 
 def batches(experiment: Experiment, steps: int) -> list[Batch]:
@@ -86,8 +84,7 @@ def batches(experiment: Experiment, steps: int) -> list[Batch]:
 def one_process(experiment: Experiment, steps: int) -> list[float]:
     """Train the whole model; return the loss of each step."""
     model = whole_model(experiment)
-    weights = model.named_parameters()
-    optimizer = optimizer_of(experiment.config.optim)(weights, lr=experiment.schedule.peak)
+    optimizer = experiment.new_optimizer(model)
     losses = []
     for tokens, targets in batches(experiment, steps):
         loss = model(tokens, targets)
@@ -143,8 +140,7 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
             loss = stage.loss if isinstance(stage, Second) else Second.loss
             schedule = ScheduleGPipe(part, options.micro_batches, loss_fn=loss)
             step = functools.partial(pipelined, stage, schedule=schedule)
-        weights = stage.named_parameters()
-        optimizer = optimizer_of(experiment.config.optim)(weights, lr=experiment.schedule.peak)
+        optimizer = experiment.new_optimizer(stage)
         losses[method] = []
         for batch in batches(experiment, options.steps):
             losses[method].append(float(step(batch)))

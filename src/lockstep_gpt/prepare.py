@@ -41,7 +41,8 @@ def main(words: list[str]) -> int:
     source = composed.Source(_prepare, str(CONFIGS), "train", "1.3")
     with tempfile.TemporaryDirectory() as folder:  # for what Hydra itself writes
         places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
-        composed.call(source, [*composed.for_hydra(settings), *places], jobs.run)
+        words = composed.with_overrides(settings, places)
+        composed.call(source, composed.for_hydra(words), jobs.run)
     return jobs.status
 
 

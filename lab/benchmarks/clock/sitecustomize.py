@@ -17,18 +17,11 @@ from noted import note
 PLACES = {
     "lockstep_gpt.launch.agent": ["RankAgent._end_others", "RankAgent._start_workers"],
     "lockstep_gpt.launch.rank_program": ["run_rank"],
-    "lockstep_gpt.training.train": [
-        "assemble",
-        "join",
-        "build_data",
-        "build_module",
-        "state_to_resume",
-        "build_loggers",
-        "build_trainer",
-        "fit",
-    ],
-    "lockstep_gpt.module": ["GPTModule.training_step"],
-    "lockstep_gpt.run.callbacks.checkpoints": ["AtomicCheckpointIO.load_checkpoint"],
+    "lockstep_gpt.launch.rank": ["call"],
+    "lockstep_gpt.run.run": ["Run.join", "Run.loggers", "Run.announce", "Run.checkpoint"],
+    "lockstep_gpt.data": ["Tokens.__init__"],
+    "lockstep_gpt.module": ["GPTModule.__init__", "GPTModule.training_step"],
+    "lockstep_gpt.run.checkpoint_io": ["AtomicCheckpointIO.load_checkpoint"],
     "lockstep_gpt.run.callbacks.step": ["StepCallback.on_train_start"],
 }
 noted: set[tuple[int, str]] = set()
@@ -72,7 +65,8 @@ class Finder:
             for place in PLACES[name]:
                 owner, _, attribute = place.rpartition(".")
                 holder = getattr(module, owner) if owner else module
-                setattr(holder, attribute, noting(getattr(holder, attribute), attribute))
+                event = owner if attribute == "__init__" else attribute
+                setattr(holder, attribute, noting(getattr(holder, attribute), event))
 
         spec.loader.exec_module = execute_and_replace
         return spec

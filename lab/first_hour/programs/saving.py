@@ -9,19 +9,18 @@ from pathlib import Path
 import torch
 from clock import DEVICE, DRY, seconds_of, show
 
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.optim import adamw
 from lockstep_gpt.run.callbacks.weight_hashes import digest
 from lockstep_gpt.run.checkpoint import size_of, write_checkpoint
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
-from lockstep_gpt.optim import adamw
 
 
 def main() -> None:
     """Print a row for each way."""
     n_layer, n_head, n_embd = (2, 2, 64) if DRY else (12, 12, 768)
-    config = ModelConfig(block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     with torch.device(DEVICE):
-        model = build_gpt(config, 50257)
+        model = GPT(50257, block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     optimizer = adamw(model.named_parameters(), lr=1e-4)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

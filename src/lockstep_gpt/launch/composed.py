@@ -102,10 +102,17 @@ def for_hydra(words: list[str]) -> list[str]:
     place = quoted(f"run_dir={named[-1]}").partition("=")[2]
     if path.is_file():
         raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
-    added_words += [f"{setting}{place}" for setting in hydras]
+    places = [f"{setting}{place}" for setting in hydras]
     if (path / "config.yaml").is_file():  # a run: what Hydra has written there stays
-        added_words.append("hydra.output_subdir=null")
-    return added_words
+        places.append("hydra.output_subdir=null")
+    return with_overrides(added_words, places)
+
+
+def with_overrides(words: list[str], more: list[str]) -> list[str]:
+    """Add overrides beside the others: Hydra's parser refuses those on both sides of a flag."""
+    is_override = [not word.startswith("-") and "=" in word for word in words]
+    first = is_override.index(True) if any(is_override) else len(words)
+    return [*words[:first], *more, *words[first:]]
 
 
 def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> None:

@@ -7,6 +7,7 @@ import difflib
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
@@ -79,7 +80,10 @@ def each_job(program: Program, overrides: list[str], job: Callable[[DictConfig],
         except UserError as error:
             mistakes.append(error)
 
-    composed.call(program.source, composed.for_hydra(overrides), run_job)
+    with tempfile.TemporaryDirectory() as folder:  # for what Hydra itself writes
+        places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        words = composed.with_overrides(overrides, places)
+        composed.call(program.source, composed.for_hydra(words), run_job)
     if mistakes:
         raise mistakes[0]
     return results

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster import collectives, speed
 from lockstep_gpt.extras.cluster.collectives import (
@@ -97,7 +96,7 @@ def test_groups_of_a_node_wait_as_long_as_all_others(on_ranks):
 
 
 @pytest.mark.parametrize(("backend", "index"), [("nccl", 1), ("gloo", None)])
-def test_ranks_of_a_gpu_join_and_wait_with_their_device(monkeypatch, backend, index):
+def test_ranks_of_a_gpu_join_and_wait_with_their_device(composed, monkeypatch, backend, index):
     given = {}
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **rest: given.update(rest, name=name)
@@ -106,7 +105,7 @@ def test_ranks_of_a_gpu_join_and_wait_with_their_device(monkeypatch, backend, in
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "barrier", lambda **rest: given.update(rest))
     monkeypatch.setattr(speed, "measure", lambda *given: given[-1]())  # only waits for the others
-    config = Config(max_steps=1, strategy={"process_group_backend": backend}, data={"path": "."})
+    config = composed(f"strategy.process_group_backend={backend}")
     ranks = Ranks(1, 1, 2, 2)
     examination = Examination(config, {}, ranks, 60, 0.0)
     examination.accelerator = "cuda"

@@ -1,11 +1,10 @@
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.choices import with_node
 from lockstep_gpt.extras.cluster.fitting import Room
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.memory import (
@@ -21,17 +21,25 @@ from lockstep_gpt.extras.cluster.memory import (
     States,
     footprint,
 )
-from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
+from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing, optimizer_of
 from lockstep_gpt.extras.cluster.tracing import built, step, trace_peak
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.settings import is_module
 from lockstep_gpt.torch_patches import empty_buckets
-from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)
-LONG = ModelConfig(block_size=256, n_layer=5, n_head=4, n_embd=64, bias=False)
+
+
+def shape_of(**sizes):
+    return OmegaConf.create({"_target_": "lockstep_gpt.gpt.GPT", **sizes})
+
+
+def changed(shape, **sizes):
+    return OmegaConf.merge(shape, sizes)
+
+
+WIDE = shape_of(block_size=64, n_layer=4, n_head=4, n_embd=128)
+LONG = shape_of(block_size=256, n_layer=5, n_head=4, n_embd=64, bias=False)
+ADAMW = {"_target_": "lockstep_gpt.optim.adamw", "_partial_": True, "lr": 1e-3}
 
 
 def measured(shape, vocab_size, micro_size, precision):
@@ -64,13 +72,13 @@ def eight_ranks():
 
 def predicted(composed, shape, vocab_size, precision, *words):
     config = composed(f"precision={precision}", *words)
-    config.model = shape
+    config = with_node(config, "model", shape)
     return footprint(config, memory.whole_model(config, vocab_size), "cpu")
 
 
 def test_seven_billion_parameters_with_adam_take_28_28_and_56_gigabytes():
     model = torch.nn.Linear(70_000, 100_000, bias=False, device="meta")  # 7 B
-    assert States.of(model, OptimConfig("adamw")) == States(28 * 10**9, 28 * 10**9, 56 * 10**9)
+    assert States.of(model, OmegaConf.create(ADAMW)) == States(28 * 10**9, 28 * 10**9, 56 * 10**9)
 
 
 @pytest.mark.slow
@@ -85,7 +93,7 @@ def test_peak_memory_is_within_a_tenth_of_the_allocator_s(composed, shape, vocab
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_small_shapes_give_the_line_of_deep_ones(composed, precision):
-    shape = replace(WIDE, n_layer=9)
+    shape = changed(WIDE, n_layer=9)
     line = predicted(composed, shape, 1000, precision)
     peak = line.memory(11, context=0, bucket_copies=False)
     traced = trace_peak(shape, 1000, 11, precision, "cpu")
@@ -100,12 +108,11 @@ def test_only_logits_grow_with_the_vocabulary(composed):
     assert broad.activations == pytest.approx(narrow.activations, rel=0.01)
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", *filter(partial(is_module, "training"), ["muon"])])
-def test_states_are_those_that_the_optimizer_makes(composed, algorithm):
-    config = composed().optim
-    config.algorithm = algorithm
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_states_are_those_that_the_optimizer_makes(composed, optim):
+    config = composed(f"optim={optim}").optim
     model = built(WIDE, 256, "32-true")
-    optimizer = optimizer_of(config)(model.named_parameters(), lr=1e-3)
+    optimizer = optimizer_of(config, model)
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -205,12 +212,13 @@ def test_gradients_and_buckets_of_two_ranks_take_the_predicted_bytes(
         run = new_run(batch=sizes)
         held = Held()
         place = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
-        threads = 1 if name == "exact" else None
-        run.fit(held, strategy=ddp(**place, **strategy, exact_threads=threads), devices=2)
+        run.fit(held, strategy=ddp(run.batch, **place, **strategy), devices=2)
         return held.most
 
     run = new_run(batch={**sizes, "global_size": 4 * accumulation}, strategy=strategy)
-    room = Room.of(run.config, HARDWARE["h100"], run.module.model.vocab_size)
+    nodes = {"model": {"_target_": "lockstep_gpt.gpt.GPT"}, "optim": ADAMW}
+    config = OmegaConf.merge(run.config, nodes)
+    room = Room.of(config, HARDWARE["h100"], run.module.model.vocab_size)
     memory = room.memory(2, 2)
     predicted_bytes = memory.gradients + memory.buckets + memory.copies - room.alone.copies
     assert predicted_bytes == copies[accumulation] * memory.gradients
@@ -237,9 +245,9 @@ def test_logits_of_a_gpu_are_chunked_only_if_they_do_not_fit(composed, compiled)
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
 def test_recomputed_blocks_keep_only_their_inputs(accelerator):
-    shape = replace(LONG, dropout=0.1, activation_checkpointing=True)
+    shape = changed(LONG, dropout=0.1, activation_checkpointing=True)
     shallow, deep = (
-        trace_peak(replace(shape, n_layer=layers), 256, 2, "32-true", accelerator)
+        trace_peak(changed(shape, n_layer=layers), 256, 2, "32-true", accelerator)
         for layers in (3, 13)
     )
     input_bytes = 2 * LONG.block_size * LONG.n_embd * 4  # bytes of a block's input
@@ -248,11 +256,11 @@ def test_recomputed_blocks_keep_only_their_inputs(accelerator):
 
 def test_dropout_in_attention_costs_a_gpu_no_mask():
     plain, dropped = (
-        trace_peak(replace(LONG, dropout=share), 256, 2, "bf16-mixed", "cuda") for share in (0, 0.1)
+        trace_peak(changed(LONG, dropout=share), 256, 2, "bf16-mixed", "cuda") for share in (0, 0.1)
     )
     attention = 2 * LONG.n_layer * LONG.n_head * LONG.block_size**2
     assert dropped - plain < attention * 2  # bytes: less than one matrix of weights in bf16
-    on_cpu = trace_peak(replace(LONG, dropout=0.1), 256, 2, "bf16-mixed", "cpu")
+    on_cpu = trace_peak(changed(LONG, dropout=0.1), 256, 2, "bf16-mixed", "cpu")
     assert on_cpu - plain > attention * 2
 
 
@@ -264,7 +272,7 @@ def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = built(config.model, 50257, precision)
-    optimizer = optimizer_of(config.optim)(model.named_parameters(), lr=1e-3)
+    optimizer = optimizer_of(config.optim, model)
     for _ in range(2):  # the second has the moments, and the gradients of the first
         step(model, 8, config.model.block_size, precision)
         optimizer.step()
@@ -276,7 +284,7 @@ def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("n_layer", [4, 9])
 def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer):
-    shape = ModelConfig(block_size=256, n_layer=n_layer, n_head=4, n_embd=512)
+    shape = shape_of(block_size=256, n_layer=n_layer, n_head=4, n_embd=512)
     line = predicted(composed, shape, 50257, precision)
     for micro_size in (8, 13):
         peak = line.memory(micro_size, context=0, bucket_copies=False)
@@ -292,7 +300,7 @@ def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer)
 def test_predicted_gathers_of_fsdp2_are_at_least_those_measured(
     eight_ranks, precision, gathered, reshards
 ):
-    shape = replace(WIDE, n_layer=8)
+    shape = changed(WIDE, n_layer=8)
     model = built(shape, 1000, precision)
     types = {2: torch.bfloat16, 4: torch.float32}
     policy = MixedPrecisionPolicy(param_dtype=types[gathered], reduce_dtype=torch.float32)

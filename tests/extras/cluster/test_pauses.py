@@ -1,7 +1,5 @@
 """How much of a run goes into validation and saving."""
 
-from dataclasses import replace
-
 import pytest
 
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
@@ -53,7 +51,7 @@ def test_the_counts_are_those_of_a_real_run(pauses_of, command):
 
 
 def test_a_save_copies_the_state_and_waits_for_the_disk_unless_in_background(composed):
-    config = composed("experiment=smoke", "optim.algorithm=adamw")
+    config = composed("experiment=smoke", "optim=adamw")
     plan = predict(config, H100, (1,))
     size = 3 * plan.gradient_bytes  # weights, and two moments of the same size
     copied = size / H100.host_link.bandwidth
@@ -64,8 +62,8 @@ def test_a_save_copies_the_state_and_waits_for_the_disk_unless_in_background(com
 
 
 def test_a_validation_is_the_forward_pass_of_its_tokens_on_all_devices(pauses_of):
-    small, plan = pauses_of(12, "data.val_tokens=65536")
-    large, _ = pauses_of(12, "data.val_tokens=655360")
+    small, plan = pauses_of(12, "val_tokens=65536")
+    large, _ = pauses_of(12, "val_tokens=655360")
     assert large.validation == pytest.approx(10 * small.validation, rel=0.01)
     row = plan.rows[0]
     one_batch = row.batch.global_size * plan.block_size
@@ -75,9 +73,9 @@ def test_a_validation_is_the_forward_pass_of_its_tokens_on_all_devices(pauses_of
 
 
 def test_without_a_limit_the_length_of_a_validation_is_unknown(pauses_of):
-    unknown, plan = pauses_of(12, "data.val_tokens=null")
+    unknown, plan = pauses_of(12, "val_tokens=null")
     assert unknown.validation is None
-    assert "of unknown length, because data.val_tokens is null" in as_text(plan)
+    assert "of unknown length, because val_tokens is null" in as_text(plan)
 
 
 @pytest.mark.slow
@@ -88,6 +86,6 @@ def test_the_presets_validate_and_save_in_at_most_3_percent_on_8_gpus(composed, 
     (row,) = predict(config, H100, (8,), tokens=tokens, vocab_size=50_257).rows
     in_background = row.pauses.share(row.seconds)
     assert in_background <= 0.03
-    config.checkpoint = replace(config.checkpoint, background=False)
+    config.checkpoint.background = False
     (row,) = predict(config, H100, (8,), tokens=tokens, vocab_size=50_257).rows
     assert row.pauses.share(row.seconds) > 1.5 * in_background

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from lockstep_gpt import PROGRAM, cli
-from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt import CONFIGS, PROGRAM, cli
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import OF_GPT2, WORLD_SIZES
 from lockstep_gpt.extras.cluster.prediction import predict
@@ -99,6 +98,9 @@ def test_flags_change_the_hardware(screen):
         "model.n_layers=3",
         "model.n_embd=33",
         "precision=bf16-mixed --hardware t4",
+        "batch.global_size=-1",
+        "module._target_=lightning.LightningModule",
+        "data=text tokenizer=bpe",
     ],
 )
 def test_a_mistake_fails_in_one_line(screen, wrong):
@@ -112,11 +114,6 @@ def test_a_mistake_fails_in_one_line(screen, wrong):
     [
         ("--gpu h100", "--gpu is not a flag of plan; did you mean --hardware?"),
         ("--hardwar=h100", "--hardwar is not a flag of plan; did you mean --hardware?"),
-        (
-            "--n_layer 3",
-            "--n_layer is not a flag; settings are NAME=VALUE, without dashes; did you mean "
-            "model.n_layer?",
-        ),
     ],
 )
 def test_a_flag_of_another_name_is_answered_with_the_right_one(screen, typed, line):
@@ -170,8 +167,8 @@ SHAPE = ("model.n_layer=1", "model.n_embd=64", "model.n_head=2", "model.block_si
     [
         (["model=gpt2", *SHAPE], 50_257),
         (["model=gpt2", *SHAPE, "data=stdlib"], 256),
-        (["model=gpt2", *SHAPE, "data.val_tokens=4096"], 256),
-        (["model=gpt2", *SHAPE, "data=synthetic", "data.vocab_size=999"], 999),
+        (["model=gpt2", *SHAPE, "val_tokens=4096"], 256),
+        (["model=gpt2", *SHAPE, "data=synthetic", "data.source.vocab_size=999"], 999),
         (["model=nano"], 256),
         (["model=gpt2", "experiment=shape"], 50_257),
         (["model=gpt2", "experiment=built"], 50_257),
@@ -199,7 +196,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
             millions -= 50_257 * config.model.n_embd / 1e6
             size = {"modern_124m": 124, "modern_350m": 350, "modern_1b": 1200}[preset]
             assert millions == pytest.approx(size, rel=0.02), preset
-    presets = {path.stem for path in yaml_files("model").values()}
+    presets = {path.stem for path in (CONFIGS / "model").glob("*.yaml")}
     assert presets > OF_GPT2
 
 
@@ -211,7 +208,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
         (["experiment=smoke", "max_steps=7"], 7 * 8 * 32, "max_steps=7 of 256 tokens"),
         (["experiment=smoke", "--tokens", "1e6"], 1e6, "by --tokens"),
         (
-            ["max_steps=10", "optim.warmup_steps=1", "batch.global_size=3"],
+            ["max_steps=10", "schedule.warmup=1", "batch.global_size=3"],
             10 * 3 * 64,
             "max_steps=10 of 192 tokens",
         ),
@@ -263,7 +260,7 @@ def test_numbers_have_readable_units():
 
 
 def test_no_figure_of_the_table_is_in_powers_of_ten(screen):
-    _, out, _ = screen("plan", "experiment=smoke", "--price", "2", "optim.lr_scaling=none")
+    _, out, _ = screen("plan", "experiment=smoke", "--price", "2", "lr_scaling=none")
     assert "e-" not in out.split("one optimizer step, ms\n")[1]
 
 
@@ -301,3 +298,66 @@ def test_a_plan_of_gpus_for_a_run_on_the_cpu_says_so(screen):
     note = "trainer=cpu, but this plan is for h100; for this machine: doctor --save-profile"
     assert note in screen(*words, "trainer=cpu")[1]
     assert note not in screen(*words, "trainer=gpu")[1]
+
+
+OWN = """
+from torch import nn
+from lockstep_gpt.gpt import GPT
+
+
+class Wide(GPT):
+    def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, times=1):
+        super().__init__(vocab_size, block_size, n_layer, n_head, times * n_embd)
+
+
+class Stack(nn.Module):
+    def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd):
+        super().__init__()
+
+
+class Fixed(GPT):
+    def __init__(self, vocab_size, block_size):
+        super().__init__(vocab_size, block_size, 2, 2, 32)
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    """Models of an owner, each with a YAML file."""
+    (tmp_path / "own_models.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    files = {"Wide": {**sizes, "times": 2}, "Stack": sizes, "Fixed": {"block_size": 32}}
+    (tmp_path / "model").mkdir()
+    for name, settings in files.items():
+        node = {"_target_": f"own_models.{name}", "_partial_": True, **settings}
+        (tmp_path / f"model/{name.lower()}.yaml").write_text(json.dumps(node))
+    return ["batch.global_size=8", "max_steps=2", "--devices", "1", f"--config-dir={tmp_path}"]
+
+
+def test_a_model_of_one_s_own_is_planned_with_its_own_arguments(screen, own_models):
+    plan = json.loads(screen("plan", "model=wide", *own_models, "--json")[1])
+    same = ("model=gpt", "model.block_size=32", "model.n_layer=2", "model.n_head=2")
+    ours = json.loads(screen("plan", *same, "model.n_embd=64", *own_models, "--json")[1])
+    assert plan == {**ours, "vocabulary": plan["vocabulary"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("stack", "model._target_=own_models.Stack is not a LanguageModel"),
+        ("fixed", "plan varies model.n_layer, which own_models.Fixed lacks"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_refused_in_one_line(screen, own_models, model, line):
+    status, out, err = screen("plan", f"model={model}", *own_models)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{PROGRAM} plan: {line}")
+
+
+def test_a_plan_writes_no_files(screen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("experiment=smoke", "--devices", "1", "run_dir=runs/try")
+    assert screen("plan", *words)[0] == 0
+    assert screen("plan", "--multirun", *words, "model.n_layer=1,2")[1].count("\nmodel ") == 1
+    assert not [*tmp_path.iterdir()]

@@ -2,10 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep_gpt.building import build
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.cluster.fitting import Room
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
-from lockstep_gpt.training.building import schedule_of
+from lockstep_gpt.schedule import scaled_lr
 from lockstep_gpt.training.orthogonalization import flops_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -17,7 +19,7 @@ FIXED = ("batch.global_size=64", "batch.reference_size=64")
 def gpt2(composed):
     """GPT-2 with its own vocabulary and a fixed batch, on 1 to 16 devices."""
     config = composed("model=gpt2", "precision=bf16-mixed", *FIXED)
-    config.data.vocab_size = 50_257
+    config.data.source.vocab_size = 50_257
     return config, predict(config, H100, (1, 2, 4, 8, 16))
 
 
@@ -31,8 +33,9 @@ def test_the_model_is_the_published_one(gpt2):
 def test_batch_and_learning_rate_are_training_s_own(gpt2):
     config, plan = gpt2
     for row in plan.rows:
-        batch = config.batch.build().spread_over(row.batch.devices, row.batch.nodes)
-        assert (row.batch, row.lr) == (batch, schedule_of(config, batch).peak)
+        batch = build(config.batch).spread_over(row.batch.devices, row.batch.nodes)
+        lr = scaled_lr(config.optim.lr, batch, config.lr_scaling)
+        assert (row.batch, row.lr) == (batch, lr)
 
 
 def test_a_fixed_batch_scales_strongly_and_loses_efficiency(gpt2):
@@ -76,7 +79,7 @@ def test_a_step_computes_its_operations_at_the_assumed_part_of_the_peak(gpt2):
 
 
 def test_muon_s_products_are_part_of_the_update(composed):
-    words = ("model=gpt2", "optim.clip_norm=1.0", "batch.global_size=64")
+    words = ("model=gpt2", "clip_norm=1.0", "batch.global_size=64")
     configs = (composed(f"optim={name}", *words) for name in ("muon", "adamw"))
     muon, adamw = (predict(config, H100, (1,)) for config in configs)
     blocks = 12 * sum(map(flops_of, [(2304, 768), (768, 768), (3072, 768), (768, 3072)]))
@@ -92,7 +95,7 @@ def test_nodes_are_filled_one_after_the_other(gpt2):
 
 
 def test_a_batch_grows_with_the_devices_if_that_is_asked_for(composed):
-    config = composed("optim.lr_scaling=sqrt")  # 12 samples
+    config = composed("lr_scaling=sqrt")  # 12 samples
     plan = predict(config, H100, (1, 64), scaling="weak")
     assert plan.scaling == "weak"
     assert [row.batch.global_size for row in plan.rows] == [12, 12 * 64]
@@ -157,7 +160,7 @@ def test_a_precision_that_the_device_lacks_is_rejected(composed):
 def test_the_vocabulary_is_that_of_the_data(composed):
     data = composed().data
     assert vocabulary(data) == 256
-    data.vocab_size = 999
+    data.source.vocab_size = 999
     assert vocabulary(data) == 999
 
 
@@ -215,6 +218,15 @@ def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), "weak", vocab_size=FEW).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
+
+
+@pytest.mark.parametrize("words", [["batch.exact_micro_size=1"], ["precision=64-true"]])
+def test_sharding_is_no_remedy_where_it_does_not_work(composed, words):
+    small = ("experiment=smoke", "optim=adamw", "precision=32-true")
+    hardware = replace(HARDWARE["h100"], memory=1.0, context=0.0)
+    rooms = [Room.of(composed(*small, *more), hardware, 256) for more in ([], words)]
+    shards = ["strategy=fsdp2" in dict(room._others) for room in rooms]
+    assert shards == [True, False]
 
 
 def test_a_fit_has_no_remedy(gpt2):

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
@@ -19,7 +20,6 @@ from lockstep_gpt.extras.cluster.step_time import (
     step_time,
 )
 from lockstep_gpt.extras.cluster.tracing import shaped
-from lockstep_gpt.model.model_settings import ModelConfig
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(
@@ -100,7 +100,8 @@ MODELS = {  # layers, heads, width, context; parameters; buckets: one of 1 MiB, 
 def exchange_of(shape, devices, hardware):
     """Return the number of buckets of a model, and the seconds of all its all-reduces."""
     layers, heads, width, context = shape
-    config = ModelConfig(block_size=context, n_layer=layers, n_head=heads, n_embd=width)
+    sizes = {"block_size": context, "n_layer": layers, "n_head": heads, "n_embd": width}
+    config = OmegaConf.create({"_target_": "lockstep_gpt.gpt.GPT", **sizes})
     with torch.device("meta"):
         model = shaped(config, 50257, "32-true")
     sizes = buckets([weight.nbytes for weight in model.parameters()], cap_mb=25)

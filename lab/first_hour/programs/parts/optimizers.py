@@ -9,9 +9,9 @@ import torch
 from clock import DEVICE, DRY, free_memory, milliseconds, show
 
 from lockstep_gpt.modern import ModernGPT
+from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.optim import adamw, muon
 
 SMALL = {"124M": {"n_layer": 12, "n_head": 6, "n_embd": 768, "ngram_rows": 65536}}
 LARGE = {

@@ -10,8 +10,8 @@ from clock import DEVICE, DRY
 from torch import Tensor
 from zipf import zipf
 
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from lockstep_gpt.model.shape import VOCAB_MULTIPLE
 
 # Samples, tokens of a sample, width, layers, vocabulary.
@@ -26,7 +26,7 @@ def new_model(width: int = C, residual_dtype: str = "bfloat16") -> LanguageModel
     torch.manual_seed(0)
     shape = {"block_size": T, "n_layer": L, "n_head": HEADS, "n_embd": width}
     with torch.device(DEVICE):
-        return build_gpt(ModelConfig(**shape, residual_dtype=residual_dtype), V)
+        return GPT(V, **shape, residual_dtype=residual_dtype)
 
 
 def text_file(content: str, part: str) -> Path:

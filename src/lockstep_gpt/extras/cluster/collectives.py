@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 from lockstep_gpt.extras.cluster.speed import GB, best_seconds
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.gpt import GPT
 
 SIZES = {  # message sizes in bytes
     "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),
@@ -26,7 +26,7 @@ POOR = 0.5  # fraction of a link's expected bandwidth; anything below it is a pr
 ELEMENTS = 1000
 # Newer versions of torch use the first name, and warn about the second.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TRIAL = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=True)
+TRIAL: dict[str, Any] = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples per rank
 # For float64 gradients, some as large as 0.1. A different order of summation changes them by about
 # 1e-16; different kernels on different CPUs change them by about 1e-8.
@@ -69,8 +69,8 @@ def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
 def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
     """Compare the gradients that DDP averages with those of one batch of all ranks' samples."""
     torch.manual_seed(0)
-    model = build_gpt(TRIAL, TRIAL_VOCABULARY).double().to(device)
-    size = (TRIAL_SAMPLES * ranks.world_size, TRIAL.block_size)
+    model = GPT(TRIAL_VOCABULARY, **TRIAL).double().to(device)
+    size = (TRIAL_SAMPLES * ranks.world_size, TRIAL["block_size"])
     tokens = torch.randint(TRIAL_VOCABULARY, size, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(device)
     model(tokens, tokens.flip(1)).backward()

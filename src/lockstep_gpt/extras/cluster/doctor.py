@@ -17,14 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from lockstep_gpt import PROGRAM, processes
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import own_address
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import environment
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import compose, devices, flags, launcher, slurm
+from lockstep_gpt.launch import composed, devices, flags, launcher, slurm, targets
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.programs import train_program
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
 WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
@@ -56,16 +59,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options, overrides = parser.split(arguments)
     statuses = []
-    for values, config in flags.each_job(overrides, compose.resolve_config):
-        slurm.become_rank(config.launch)
+    for values, config in flags.each_job(train_program(), overrides, _values_and_config):
+        slurm.become_rank(LaunchSettings.of(values))
         if launcher.has_rank():
             statuses.append(_examine(values, config, options))
         else:
-            statuses.append(_start(config, options, arguments))
+            statuses.append(_start(values, options, arguments))
     return max(statuses)
 
 
-def _examine(values: dict[str, Any], config: Config, options: Any) -> int:
+def _values_and_config(config: DictConfig) -> tuple[dict[str, Any], DictConfig]:
+    values = composed.values_to_freeze(config)
+    targets.refuse_mistakes(values, {"*": ("*",)})  # the program may add any argument
+    return values, config
+
+
+def _examine(values: dict[str, Any], config: DictConfig, options: Any) -> int:
     """Run as one rank. Rank 0 reports for all; other ranks print only if they cannot reach it."""
     wrong = environment.examine_launcher(os.environ)
     if any(finding.status == FAILURE for finding in wrong):
@@ -98,17 +107,18 @@ def _show(report: Report, options: Any) -> int:
     return report.exit_status
 
 
-def _start(config: Config, options: Any, arguments: list[str]) -> int:
+def _start(values: dict[str, Any], options: Any, arguments: list[str]) -> int:
     """Start this machine's ranks, wait for them, and return the first rank's exit status."""
     wrong = environment.examine_tasks(os.environ)
     try:
-        placement = devices.place(config)
-        common = _environment(config, placement)
+        settings = LaunchSettings.of(values)
+        placement = devices.found(values, settings)
+        common = _environment(settings, placement)
     except UserError as error:
         wrong.append(failure("launcher", str(error), "change that setting"))
     if wrong:
         return _show(Report(1, wrong), options)
-    first = config.launch.node_rank * placement.devices
+    first = settings.node_rank * placement.devices
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "lockstep_gpt", "doctor", *arguments],
@@ -119,7 +129,7 @@ def _start(config: Config, options: Any, arguments: list[str]) -> int:
     return _wait(ranks, first, options)
 
 
-def _environment(config: Config, placement: Placement) -> dict[str, str]:
+def _environment(settings: LaunchSettings, placement: Placement) -> dict[str, str]:
     """Return the variables that torchrun would set, and training's thread count and interface.
 
     Raises:
@@ -130,7 +140,7 @@ def _environment(config: Config, placement: Placement) -> dict[str, str]:
         endpoint = f"127.0.0.1:{_free_port()}"
         interface = "lo"
     else:
-        endpoint = config.launch.rdzv_endpoint or ""
+        endpoint = settings.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
                 f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it to the same "

@@ -147,7 +147,7 @@ class Drill(SmallRuns):
         steps = [quarter - quarter % MEMORY_EVERY - 1 for quarter in quarters]  # before a state
         victims = zip(steps, ([self.ranks - 1], [0], range(self.ranks)), strict=True)
         plan = [f"{step}:{rank}:SIGKILL" for step, ranks in victims for rank in ranks]
-        settings = [f"checkpoint.every={self.steps}", f"checkpoint.memory={MEMORY_EVERY}"]
+        settings = [f"checkpoint.every={self.steps}", f"memory={MEMORY_EVERY}"]
         status, _ = self.train("kept", *self._faults("kept", plan), *settings)
         log = self.directory("kept").log.read_text(encoding="utf-8")
         kept = [*map(int, FROM_MEMORY.findall(log))]
@@ -209,7 +209,7 @@ class Drill(SmallRuns):
         """Damage the newest checkpoint: the run must resume from the one before it."""
         from lockstep_gpt.run.checkpoint import checkpoints_in
 
-        process = self.start("flipped", "checkpoint.memory=false")  # a newer state there is used
+        process = self.start("flipped", "memory=false")  # a newer state there is used
         folder = self.directory("flipped").checkpoints
         self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
         process.kill()

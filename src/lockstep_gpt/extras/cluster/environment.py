@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lockstep_gpt.config import Config
+from omegaconf import DictConfig
+
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 from lockstep_gpt.launch.variables import GLOO, NCCL, refuse_absent_interface
@@ -189,9 +190,11 @@ def examine_shared_memory() -> list[Finding]:
     return [ok("shared memory", line)]
 
 
-def examine_disks(config: Config) -> list[Finding]:
+def examine_disks(config: DictConfig) -> list[Finding]:
     """Check free space and write access where runs and data go."""
-    places = {"run_dir": config.run_dir or "runs", "data.root": config.data.root}
+    places = {"run_dir": config.run_dir or "runs"}
+    if "root" in config.data:  # else an owner's own data
+        places["data.root"] = config.data.root
     free: list[str] = []
     findings: list[Finding] = []
     for name, place in places.items():

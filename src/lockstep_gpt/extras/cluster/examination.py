@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, backend_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import (
@@ -26,6 +26,7 @@ from lockstep_gpt.extras.cluster import (
     speed,
     topology,
 )
+from lockstep_gpt.extras.cluster.choices import trains_gpt
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
 from lockstep_gpt.extras.cluster.meeting import (
@@ -47,6 +48,7 @@ from lockstep_gpt.extras.cluster.report import (
 )
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.settings import counted
 
 SEE = "see the output of rank 0"
@@ -67,7 +69,7 @@ class Examination:
         save: where rank 0 writes its measurements as a profile; None: nowhere.
     """
 
-    config: Config
+    config: DictConfig
     values: dict[str, Any]
     ranks: Ranks
     limit: float
@@ -110,7 +112,9 @@ class Examination:
         variables = os.environ
         findings: list[Finding] = []
         try:
-            self.accelerator = devices.place(self.config).accelerator
+            self.accelerator = devices.found(
+                self.values, LaunchSettings.of(self.values)
+            ).accelerator
             findings += gpus.examine_device(
                 self.ranks.local_rank, self.ranks.local_world_size, self.accelerator
             )
@@ -236,7 +240,8 @@ class Examination:
                 is_nccl = dist.get_backend() == "nccl"  # only it takes devices
                 dist.barrier(device_ids=[device.index] if is_nccl else None)
 
-        return speed.measure(self.config, device, vocabulary(self.config.data), together)
+        vocab_size = vocabulary(self.config.data) if trains_gpt(self.config) else None
+        return speed.measure(self.config, device, vocab_size, together)
 
     def _conclude(self, results: list[dict[str, Any]], device: torch.device) -> None:
         """Combine the measurements of all ranks."""

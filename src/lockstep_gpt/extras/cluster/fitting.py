@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from lockstep_gpt import CONFIGS
 from lockstep_gpt.batch import Batch, gradient_copies
-from lockstep_gpt.config import Config
-from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.distributed.ddp import has_bucket_copies
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.choices import can_shard, tensor_parallel, with_node, with_values
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Ownership, Sharing
 from lockstep_gpt.model.language_model import LanguageModel
 
 CHECKPOINTING = "model.activation_checkpointing=true"
+SHARDING = "strategy=fsdp2"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Remedy:
 class Room:
     """The memory that a run needs on each device, for any number of devices."""
 
-    config: Config
+    config: DictConfig
     hardware: Hardware
     model: LanguageModel
     sharing: Sharing | None
@@ -44,18 +44,18 @@ class Room:
     ownership: Ownership | None  # of Muon's matrices, on several ranks
 
     @classmethod
-    def of(cls, config: Config, hardware: Hardware, vocab_size: int) -> Room:
+    def of(cls, config: DictConfig, hardware: Hardware, vocab_size: int) -> Room:
         """Compute the memory that `config` needs."""
         model = part = memory.whole_model(config, vocab_size)
-        if config.tensor_parallel > 1:
+        if tensor_parallel(config) > 1:
             part = memory.split_part(config, vocab_size)
         sharing = Sharing.of(config, part)
         kind = hardware.accelerator
         alone = together = memory.footprint(config, model, kind, memory=hardware.memory)
         half_blocks = sharing is not None and sharing.gathered_size == SIZES["bfloat16"]
-        if half_blocks or config.tensor_parallel > 1:
+        if half_blocks or tensor_parallel(config) > 1:
             together = memory.footprint(
-                config, part, kind, half_blocks, hardware.memory, config.tensor_parallel
+                config, part, kind, half_blocks, hardware.memory, tensor_parallel(config)
             )
         ownership = Ownership.of(config, model)
         return cls(config, hardware, model, sharing, alone, together, ownership)
@@ -96,25 +96,18 @@ class Room:
     @cached_property
     def _others(self) -> list[tuple[str, Room]]:
         """The same run with activation checkpointing, with sharding, and with both."""
-        rooms = []
-        recomputed = {"model": replace(self.config.model, activation_checkpointing=True)}
-        changes: list[tuple[str, dict[str, Any]]] = []
-        if not self.config.model.activation_checkpointing:
-            changes.append((CHECKPOINTING, recomputed))
-        strategy = config_folder() / "strategy/fsdp2.yaml"
-        if not self.sharing and strategy.is_file():  # another extra's file, which may be gone
-            settings = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(strategy)))
-            changes.append(("strategy=fsdp2", {"strategy": settings}))
-        if len(changes) == 2:
-            (first, one), (second, two) = changes
-            changes.append((f"{second} {first}", {**one, **two}))
-        for words, change in changes:
-            try:
-                config = replace(self.config, **change)
-            except UserError:  # excluded by another setting
-                continue
-            rooms.append((words, Room.of(config, self.hardware, self.model.vocab_size)))
-        return rooms
+        config = self.config
+        changed: list[tuple[str, DictConfig]] = []
+        if config.model.get("activation_checkpointing") is False:
+            changed.append((CHECKPOINTING, _recomputing(config)))
+        if not self.sharing and can_shard(config):
+            changed.append((SHARDING, _sharded(config)))
+        if len(changed) == 2:
+            changed.append((f"{SHARDING} {CHECKPOINTING}", _recomputing(_sharded(config))))
+        return [
+            (words, Room.of(other, self.hardware, self.model.vocab_size))
+            for words, other in changed
+        ]
 
     def _footprint(self, world_size: int) -> Footprint:
         if self.sharing and world_size > 1:
@@ -130,7 +123,7 @@ class Room:
         accumulation = self._accumulation(micro_size, world_size)
         if self.sharing and world_size > 1:
             return self.together.states.gradients * (self.sharing.adds_whole and accumulation > 1)
-        is_exact = self.config.batch.exact_micro_size is not None
+        is_exact = self.config.batch.get("exact_micro_size") is not None
         copies = gradient_copies(accumulation, is_exact=is_exact)
         return copies * self.alone.states.gradients
 
@@ -140,12 +133,21 @@ class Room:
 
     def _data_parallel(self, world_size: int) -> int:
         """Return how many ranks, or groups that split the model, have samples of their own."""
-        return max(1, world_size // self.config.tensor_parallel)
+        return max(1, world_size // tensor_parallel(self.config))
 
     def _copies(self, world_size: int, accumulation: int) -> bool:
         """Return whether DDP keeps a copy of the gradients."""
         is_ddp = world_size > 1 and not self.sharing
-        return is_ddp and has_bucket_copies(self.config.strategy, accumulation)
+        settings = {str(name): value for name, value in self.config.strategy.items()}
+        return is_ddp and has_bucket_copies(settings, accumulation)
+
+
+def _recomputing(config: DictConfig) -> DictConfig:
+    return with_node(config, "model", with_values(config.model, activation_checkpointing=True))
+
+
+def _sharded(config: DictConfig) -> DictConfig:
+    return with_node(config, "strategy", OmegaConf.load(CONFIGS / "strategy/fsdp2.yaml"))
 
 
 def _as_is(words: str, room: Room, batch: Batch) -> Iterator[Remedy]:

@@ -15,15 +15,16 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.choices import tensor_parallel as tensor_parallel_of
+from lockstep_gpt.extras.cluster.choices import with_values
+from lockstep_gpt.extras.cluster.sharing import Sharing, optimizer_of
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, shaped, trace_peak
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.optim import moment_bytes
-from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples
 FEWEST, MOST = 2, 512  # samples of the shapes that are traced
@@ -60,12 +61,11 @@ class States:
     optimizer: int
 
     @classmethod
-    def of(cls, model: nn.Module, config: OptimConfig) -> States:
+    def of(cls, model: nn.Module, optim: DictConfig) -> States:
         """Count the bytes of `model`'s parameters, gradients, and moments, each in its own type."""
         size = sum(weight.nbytes for weight in model.parameters())
         trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        optimizer = optimizer_of(config)(model.named_parameters(), lr=config.lr)
-        return cls(size, trained, moment_bytes(optimizer))
+        return cls(size, trained, moment_bytes(optimizer_of(optim, model)))
 
     def shared(self, world_size: int) -> States:
         """Return the shard of one of `world_size` ranks."""
@@ -82,7 +82,7 @@ class Chunks:
     chunk: float  # bytes, for any micro-batch
 
     @classmethod
-    def of(cls, config: Config, width: int, memory: float) -> Chunks:
+    def of(cls, config: DictConfig, width: int, memory: float) -> Chunks:
         """Return how a device with this much memory computes logits.
 
         Args:
@@ -93,7 +93,7 @@ class Chunks:
         logits = config.model.block_size * width
         size = 2 if config.precision in AUTOCAST else 4
         chunk = functional.GPU_CHUNK_LOGITS * CHUNKED
-        if config.compile and config.tensor_parallel == 1:  # the logits and their gradient
+        if config.compile and tensor_parallel_of(config) == 1:  # the logits and their gradient
             return cls(int(functional.WHOLE_SHARE * memory / 4 / logits), 2 * size * logits, chunk)
         return cls(functional.GPU_CHUNK_LOGITS // logits, CHUNKED * logits, chunk)
 
@@ -150,16 +150,16 @@ class Footprint:
         return max(0, min(self.chunks.most_whole, with_whole_logits))
 
 
-def whole_model(config: Config, vocab_size: int) -> LanguageModel:
+def whole_model(config: DictConfig, vocab_size: int) -> LanguageModel:
     """Build the configured model on the meta device: with shapes but without content."""
     with torch.device("meta"):
         return shaped(config.model, vocab_size, config.precision)
 
 
-def split_part(config: Config, vocab_size: int) -> LanguageModel:
+def split_part(config: DictConfig, vocab_size: int) -> LanguageModel:
     """Build what one tensor rank has of the configured model, also without content."""
     with torch.device("meta"):
-        return shaped(config.model, vocab_size, config.precision, config.tensor_parallel)
+        return shaped(config.model, vocab_size, config.precision, tensor_parallel_of(config))
 
 
 def _linear_from(peak: Callable[[int], int], least: int) -> int:
@@ -181,7 +181,7 @@ def _linear_from(peak: Callable[[int], int], least: int) -> int:
 
 
 def footprint(
-    config: Config,
+    config: DictConfig,
     model: LanguageModel,
     accelerator: str,
     half_blocks: bool = False,
@@ -201,7 +201,7 @@ def footprint(
 
     @cache
     def peak(micro_size: int, n_layer: int, vocab_size: int) -> int:
-        shape = replace(config.model, n_layer=n_layer)
+        shape = with_values(config.model, n_layer=n_layer)
         kind = (config.precision, accelerator, half_blocks, tensor_parallel)
         return trace_peak(shape, vocab_size, micro_size, *kind)
 

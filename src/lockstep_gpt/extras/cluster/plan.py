@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.cluster.choices import trains_gpt
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
     LINKS,
@@ -26,7 +26,8 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.launch import compose, flags
+from lockstep_gpt.launch import composed, flags, targets
+from lockstep_gpt.programs import train_program
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.cluster.prediction import Plan
@@ -38,6 +39,8 @@ OF_GPT2 = {
     *("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"),
     *("modern_124m", "modern_350m", "modern_1b"),
 }
+OF_DATA = {"data", "tokenizer", "val_tokens"}  # settings of the tokens
+SHAPE = ("block_size", "n_layer", "n_embd")  # of a model that can be planned
 WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
 HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
@@ -78,17 +81,9 @@ def main(arguments: list[str]) -> int:
     if options.scaling not in (None, "strong", "weak"):
         raise UserError(f"--scaling {options.scaling} is not one of strong, weak")
     hardware = _hardware(options)
-
-    def job(composed: DictConfig) -> tuple[Config, Chosen]:
-        config = compose.resolve_config(composed)[1]
-        if not config.trains_gpt:
-            target = config.module["_target_"]
-            raise UserError(f"plan predicts runs of module=gpt, and this one is of {target}")
-        return config, Chosen.now()
-
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
-        for config, chosen in flags.each_job(overrides, job):
+        for config, chosen in flags.each_job(train_program(), overrides, _checked):
             _show(_plan(config, chosen, hardware, options), options)
     finally:
         gc.freeze()
@@ -96,15 +91,30 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _plan(config: Config, chosen: Chosen, hardware: Hardware, options: Any) -> Plan:
+def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
+    """Return a configuration that can be planned, and what was chosen for it."""
+    targets.refuse_mistakes(composed.values_to_freeze(config), {"*": ("*",)})
+    if not trains_gpt(config):
+        target = config.module.get("_target_")
+        raise UserError(f"plan predicts runs of module=gpt, and this one is of {target}")
+    lacking = [name for name in SHAPE if name not in config.model]
+    if lacking:
+        raise UserError(
+            f"plan varies model.{lacking[0]}, which {config.model._target_} lacks; choose another "
+            "model, such as model=gpt2"
+        )
+    return config, Chosen.now()
+
+
+def _plan(config: DictConfig, chosen: Chosen, hardware: Hardware, options: Any) -> Plan:
     from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 
     size = chosen.vocabulary()
-    whose = f"that of data={config.data.kind}"
+    whose = f"that of data={chosen.source}"
     if size:
         whose = (
             f"GPT-2's, because model={chosen.model} is, and no data is chosen; data=... plans "
-            f"for yours ({vocabulary(config.data)} with data={config.data.kind})"
+            f"for yours ({vocabulary(config.data)} with data={chosen.source})"
         )
     tokens: float | None = options.tokens
     source = ""
@@ -144,7 +154,8 @@ class Chosen:
     """The choices of the command line, or of the experiment that it names."""
 
     model: str  # the choice in effect
-    data: bool
+    source: str  # the choice of `data` in effect
+    data: bool  # whether something says which tokens
     budget: bool
 
     @classmethod
@@ -152,12 +163,14 @@ class Chosen:
         """Read the choices from Hydra; call this inside a Hydra job."""
         hydra = HydraConfig.get()
         choices = hydra.runtime.choices
-        names = {word.lstrip("+~").partition("=")[0] for word in compose.overrides()}
+        names = {word.lstrip("+~").partition("=")[0] for word in composed.overrides()}
         if "experiment" in names:
             folders = [Path(source.path) for source in hydra.runtime.config_sources]
             names.update(_names_in(str(choices.get("experiment")), folders))
         groups = {name.partition(".")[0] for name in names}
-        return cls(str(choices.get("model")), "data" in groups, "max_steps" in names)
+        says_tokens = bool(groups & OF_DATA)
+        model, source = str(choices.get("model")), str(choices.get("data"))
+        return cls(model, source, says_tokens, "max_steps" in names)
 
     def vocabulary(self) -> int | None:
         """Return the vocabulary size that the preset implies; None if the data determine it."""
@@ -180,7 +193,7 @@ def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
                 yield from _names_in(entry, folders)
 
 
-def budget(config: Config) -> tuple[float, str]:
+def budget(config: DictConfig) -> tuple[float, str]:
     """Return the number of tokens of the run, and where it comes from."""
     samples = config.batch.global_size or config.batch.micro_size or 1
     whose = "" if config.batch.global_size else ", on one device"

@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omegaconf import DictConfig, OmegaConf
+
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.config import Config
+from lockstep_gpt.building import build
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.cluster.choices import AUTO, DDP, tensor_parallel
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Memory, States
@@ -21,10 +24,8 @@ from lockstep_gpt.extras.cluster.step_time import (
     step_time,
 )
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST
-from lockstep_gpt.launch.checks import AUTO, DDP
 from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 from lockstep_gpt.schedule import scaled_lr
-from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.recipe import recipe_of
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_files import GPT2, GPT2_SIZE
@@ -40,7 +41,7 @@ class Pauses:
     """How often a run validates and saves, and how many seconds each takes."""
 
     validations: int
-    validation: float | None  # None: without `data.val_tokens`, its size is unknown
+    validation: float | None  # None: without `val_tokens`, its size is unknown
     saves: int
     save: float
 
@@ -55,7 +56,7 @@ class Row:
     """The prediction for one number of devices."""
 
     batch: Batch
-    lr: float  # peak, scaled by optim.lr_scaling
+    lr: float  # peak, scaled by lr_scaling
     memory: Memory
     fits: bool
     largest_micro_size: int
@@ -91,7 +92,7 @@ class Plan:
 
 
 def predict(
-    config: Config,
+    config: DictConfig,
     hardware: Hardware,
     world_sizes: Sequence[int],
     scaling: str | None = None,
@@ -141,15 +142,27 @@ def predict(
     )
 
 
-def vocabulary(data: DataConfig) -> int:
+def vocabulary(data: DictConfig) -> int:
     """Return the number of token ids in `data`; read its corpus only if settings do not say."""
-    size: int | None = getattr(data, "vocab_size", None)
-    tokenizer = getattr(data, "tokenizer", None)
+    node = data.source
+    size: int | None = node.get("vocab_size")
+    tokenizer = node.get("tokenizer")
     if size is None and tokenizer == ByteTokenizer.kind:
         size = ByteTokenizer.vocab_size
     if size is None and tokenizer in GPT2:
         size = GPT2_SIZE  # a plan doesn't need its files
-    return size or recipe_of(data).tokenizer.vocab_size
+    if size is None:
+        size = _size_of_source(node)
+    return size
+
+
+def _size_of_source(node: DictConfig) -> int:
+    missing = sorted(OmegaConf.missing_keys(node))
+    if missing:
+        raise UserError(f"{missing[0]}=??? leaves the text open; set it")
+    source = build(node)
+    size: int | None = getattr(source, "vocab_size", None)
+    return size or recipe_of(source).tokenizer.vocab_size
 
 
 def _work(room: Room) -> Work:
@@ -165,7 +178,7 @@ def _work(room: Room) -> Work:
         precision=config.precision,
         bucket_cap_mb=config.strategy.get("bucket_cap_mb", 25),
         compression=COMPRESSION.get(config.strategy.get("comm_hook", "none"), 1.0),
-        clips=config.optim.clip_norm is not None,
+        clips=config.clip_norm is not None,
         muon_flops=sum(flops_of(tuple(each.shape)) for each in muon_matrices(config, model)),
         sharing=room.sharing,
         ownership=room.ownership,
@@ -174,7 +187,7 @@ def _work(room: Room) -> Work:
 
 
 def pauses(
-    config: Config,
+    config: DictConfig,
     batch: Batch,
     time: StepTime,
     states: States,
@@ -183,7 +196,7 @@ def pauses(
 ) -> Pauses:
     """Return the pauses of a run of that many steps.
 
-    A validation is the forward pass of `data.val_tokens`, divided among all devices. A save copies
+    A validation is the forward pass of `val_tokens`, divided among all devices. A save copies
     weights and moments from rank 0's device to the host; unless `checkpoint.background` is true, it
     also waits for the disk. Each validation counts as the best so far.
     """
@@ -193,7 +206,7 @@ def pauses(
     if not config.checkpoint.background:
         save += size / hardware.disk
     validation = None
-    tokens = getattr(config.data, "val_tokens", None)
+    tokens = config.val_tokens
     if tokens is not None:
         of_step = batch.global_size * config.model.block_size
         micro_batches = math.ceil(tokens / (of_step / batch.accumulation))
@@ -211,11 +224,11 @@ def _tensor_sums(room: Room) -> int:
     the head in backward.
     """
     config = room.config
-    if config.tensor_parallel == 1:
+    if tensor_parallel(config) == 1:
         return 0
     size = 2 if config.precision in AUTOCAST else 4
-    tables = 2 if config.model.ngram_rows else 1
-    return (4 * config.model.n_layer + tables + 1) * config.model.n_embd * size
+    tables = 2 if config.model.get("ngram_rows") else 1
+    return int((4 * config.model.n_layer + tables + 1) * config.model.n_embd * size)
 
 
 def _notes(room: Room) -> list[str]:
@@ -232,9 +245,9 @@ def _notes(room: Room) -> list[str]:
         notes.append("this strategy is planned as ddp: every rank has the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
         notes.append("strategy.comm_hook=powersgd is planned without its compression")
-    if config.tensor_parallel > 1:
+    if tensor_parallel(config) > 1:
         notes.append(
-            f"strategy.tensor_parallel={config.tensor_parallel}: all of its sums are exposed, and "
+            f"strategy.tensor_parallel={tensor_parallel(config)}: all of its sums are exposed, and "
             "norms, which each rank computes, are planned as if split"
         )
     if config.compile:
@@ -245,13 +258,13 @@ def _notes(room: Room) -> list[str]:
     return notes
 
 
-def _lr_note(config: Config, rows: Sequence[Row]) -> list[str]:
+def _lr_note(config: DictConfig, rows: Sequence[Row]) -> list[str]:
     """Note if linear scaling leaves the range in which it was found."""
     growth = max((row.lr / config.optim.lr for row in rows), default=1.0)
-    if config.optim.lr_scaling != "linear" or growth <= LINEAR_RANGE:
+    if config.lr_scaling != "linear" or growth <= LINEAR_RANGE:
         return []
     return [
-        f"optim.lr_scaling=linear multiplies the rate by up to {growth:,.0f}; it was shown to work "
+        f"lr_scaling=linear multiplies the rate by up to {growth:,.0f}; it was shown to work "
         f"up to {LINEAR_RANGE} (Goyal et al. 2017, figure 1): use sqrt, or fix batch.global_size"
     ]
 
@@ -264,14 +277,14 @@ class _Planner:
     def scaled(self, world_sizes: Sequence[int], scaling: str | None) -> tuple[str, Batch]:
         """Return the kind of scaling, and the batch, which grows only if that is asked for."""
         configured = self.room.config.batch
-        batch = configured.build()
+        batch: Batch = build(configured)
         if batch.grows:
             return "weak", batch
         if scaling != "weak" or batch.is_exact:
             return "strong", batch
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]
         fitting = filter(None, map(self.room.largest_micro_size, several or [1]))
-        size = configured.micro_size or min(batch.global_size, next(fitting, 1))
+        size = configured.get("micro_size") or min(batch.global_size, next(fitting, 1))
         return "weak", Batch(micro_size=size, reference_size=batch.reference_size)
 
     def _spread(self, world_size: int, batch: Batch) -> Batch:
@@ -281,7 +294,7 @@ class _Planner:
                 f"{world_size} devices are not a whole number of nodes of {devices} each"
             )
         nodes = world_size // devices
-        return batch.spread_over(devices, nodes, self.room.config.tensor_parallel)
+        return batch.spread_over(devices, nodes, tensor_parallel(self.room.config))
 
     def rows(
         self, world_sizes: Sequence[int], batch: Batch, tokens: float, price: float | None
@@ -301,10 +314,10 @@ class _Planner:
 
     def _tokens(self, batch: Batch) -> int:
         """Return the tokens of a step."""
-        return batch.global_size * self.room.config.model.block_size
+        return batch.global_size * int(self.room.config.model.block_size)
 
     def _row(self, batch: Batch, base: float, tokens: float, price: float | None) -> Row:
-        optim = self.room.config.optim
+        config = self.room.config
         memory = self.room.memory(batch.micro_size, batch.world_size)
         fits = memory.total <= self.room.hardware.memory
         time = step_time(self.work, batch, self.room.hardware)
@@ -315,7 +328,7 @@ class _Planner:
             cost = tokens / speed / 3600 * batch.world_size * price
         return Row(
             batch=batch,
-            lr=scaled_lr(optim.lr, batch, optim.lr_scaling),
+            lr=scaled_lr(config.optim.lr, batch, config.lr_scaling),
             memory=memory,
             fits=fits,
             largest_micro_size=self.room.largest_micro_size(batch.world_size),
@@ -325,7 +338,7 @@ class _Planner:
             efficiency=speed / (batch.world_size * base),
             seconds=seconds,
             pauses=pauses(
-                self.room.config,
+                config,
                 batch,
                 time,
                 self.work.states,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.peaks import FORMS
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
@@ -21,7 +21,7 @@ UNTRIED = "; the utilization is assumed, because one sample takes too long"
 
 
 def profile(
-    config: Config,
+    config: DictConfig,
     ranks: Ranks,
     device: torch.device,
     name: str,

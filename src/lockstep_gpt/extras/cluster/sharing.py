@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.launch.checks import FSDP2
+from lockstep_gpt.extras.cluster.choices import is_sharded
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.optim_settings import optimizer_of
 from lockstep_gpt.training.orthogonalization import flops_of
 from lockstep_gpt.training.owned_matrices import SHORT, owners_of
 
@@ -33,10 +34,10 @@ class Sharing:
     matrix_elements: int = 0  # of all these
 
     @classmethod
-    def of(cls, config: Config, model: nn.Module) -> Sharing | None:
+    def of(cls, config: DictConfig, model: nn.Module) -> Sharing | None:
         """Return how `config` shards `model`; None if every rank stores the whole model."""
         strategy = config.strategy
-        if strategy.get("_target_") != FSDP2:
+        if not is_sharded(config):
             return None
         blocks = [_elements(block) for block in getattr(model, "blocks", ())]
         matrices = muon_matrices(config, model)
@@ -44,9 +45,9 @@ class Sharing:
             blocks=len(blocks),
             block=max(blocks, default=0),
             rest=_elements(model) - sum(blocks),
-            reshards=strategy["reshard_after_forward"],
-            gathered_size=SIZES[strategy["param_dtype"]],
-            reduced_size=SIZES[strategy["reduce_dtype"]],
+            reshards=strategy.get("reshard_after_forward", True),
+            gathered_size=SIZES[strategy.get("param_dtype", "float32")],
+            reduced_size=SIZES[strategy.get("reduce_dtype", "float32")],
             adds_whole=not strategy.get("reduce_each", False),
             matrices=len(matrices),
             matrix_elements=sum(matrix.numel() for matrix in matrices),
@@ -72,10 +73,10 @@ class Ownership:
     size: int  # bytes per number of the momentum
 
     @classmethod
-    def of(cls, config: Config, model: nn.Module) -> Ownership | None:
+    def of(cls, config: DictConfig, model: nn.Module) -> Ownership | None:
         """Return how ranks share the matrices of `model`; None if they don't."""
         matrices = [each for each in muon_matrices(config, model) if min(each.shape) > SHORT]
-        if config.strategy.get("_target_") == FSDP2 or not matrices:
+        if is_sharded(config) or not matrices:
             return None
         return cls(tuple(tuple(matrix.shape) for matrix in matrices), matrices[0].itemsize)
 
@@ -101,9 +102,15 @@ class Ownership:
         return sums
 
 
-def muon_matrices(config: Config, model: nn.Module) -> list[Tensor]:
+def optimizer_of(node: DictConfig, model: nn.Module) -> Optimizer:
+    """Return the optimizer of a model that a configuration's `optim` names."""
+    optimizer: Optimizer = instantiate(node)(model.named_parameters(), lr=node.lr)
+    return optimizer
+
+
+def muon_matrices(config: DictConfig, model: nn.Module) -> list[Tensor]:
     """Return the matrices that Muon orthogonalizes; none under another optimizer."""
-    optimizer = optimizer_of(config.optim)(model.named_parameters(), lr=config.optim.lr)
+    optimizer = optimizer_of(config.optim, model)
     return list(optimizer.matrices) if isinstance(optimizer, Muon) else []
 
 

@@ -30,7 +30,7 @@ class SmallRuns:
         self.corpus.mkdir()
         for module in modules:
             shutil.copy(module, self.corpus)
-        choices = ["trainer=cpu", "data=text", f"data.path={self.corpus}"]
+        choices = ["trainer=cpu", "data=text", f"data.source.path={self.corpus}"]
         chosen = {word.partition("=")[0].partition(".")[0] for word in overrides}
         place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in chosen]
         data = f"data.root={folder / 'data'}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median_high
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.matrix_products import choose_matrix_products
+from lockstep_gpt.extras.cluster.choices import with_values
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, built, shaped, step
 
@@ -34,14 +35,17 @@ class Speed:
 
 
 def measure(
-    config: Config, device: torch.device, vocab_size: int, together: Callable[[], None]
+    config: DictConfig,
+    device: torch.device,
+    vocab_size: int | None,
+    together: Callable[[], None],
 ) -> Speed:
     """Measure this rank's device under the precision of `config`.
 
     Args:
         config: the run's settings.
         device: this rank's device.
-        vocab_size: V.
+        vocab_size: V; None: the run is not of the GPT, so no step of its model is timed.
         together: waits for all ranks. It is called before each part, so that ranks that share a
             memory find it as busy as in training.
     """
@@ -97,16 +101,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def _utilisation(
-    config: Config, device: torch.device, vocab_size: int, compute: float
+    config: DictConfig, device: torch.device, vocab_size: int | None, compute: float
 ) -> float | None:
     """Time forward and backward of the configured model, cut to a depth that takes only a moment.
 
     Returns:
         The step's FLOP/s as a fraction of `compute`; None if one sample of this depth is too much.
     """
-    shape = replace(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
+    if vocab_size is None:
+        return None
+    shape = with_values(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
     with torch.device("meta"):
-        flops = shaped(shape, vocab_size, config.precision).flops_per_token * shape.block_size
+        flops = shaped(shape, vocab_size, config.precision).flops_per_token * int(shape.block_size)
     micro_size = math.floor(STEP_FLOPS[device.type] / flops)
     if micro_size < 1:
         return None

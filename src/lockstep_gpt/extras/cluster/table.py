@@ -90,7 +90,7 @@ def _tokens(plan: Plan) -> str:
 def _pauses(plan: Plan) -> Iterator[tuple[str, str]]:
     for row in plan.rows[-1:]:  # most devices, which have the largest share
         pauses = row.pauses
-        one = "of unknown length, because data.val_tokens is null"
+        one = "of unknown length, because val_tokens is null"
         if pauses.validation is not None:
             one = f"of {pauses.validation:.2g} s"
         yield (

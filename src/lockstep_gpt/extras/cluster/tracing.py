@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep_gpt.building import build
 from lockstep_gpt.distributed.tensor_parallel import split_model
 from lockstep_gpt.distributed.tensor_splits import TensorRanks
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -119,9 +121,9 @@ class SilentRanks(TensorRanks):
 
 
 def shaped(
-    shape: ModelConfig, vocab_size: int, precision: str, tensor_parallel: int = 1
+    shape: DictConfig, vocab_size: int, precision: str, tensor_parallel: int = 1
 ) -> LanguageModel:
-    """Build a GPT, or one tensor rank's part of it, without initializing its weights."""
+    """Build a model, or one tensor rank's part of it, without initializing its weights."""
     with _Uninitialized():  # type: ignore[no-untyped-call]
         model = built(shape, vocab_size, precision)
         if tensor_parallel > 1:
@@ -130,19 +132,34 @@ def shaped(
         return model
 
 
-def built(shape: ModelConfig, vocab_size: int, precision: str) -> LanguageModel:
-    """Build a GPT with weights of the type that training in `precision` uses."""
+def built(shape: DictConfig, vocab_size: int, precision: str) -> LanguageModel:
+    """Build a model with weights of the type that training in `precision` uses.
+
+    Args:
+        shape: the node `model` of a configuration.
+        vocab_size: V.
+        precision: Lightning's name for the precision.
+
+    Raises:
+        UserError: no such model exists, or its class is not a `LanguageModel`.
+    """
     usual = torch.get_default_dtype()
     if precision == "64-true":
         torch.set_default_dtype(torch.float64)
     try:
-        return build_gpt(shape, vocab_size)
+        model = build(shape, vocab_size=vocab_size)
     finally:
         torch.set_default_dtype(usual)
+    if not isinstance(model, LanguageModel):
+        raise UserError(
+            f"model._target_={shape._target_} is not a LanguageModel, whose parts can be counted; "
+            "choose one, such as model=gpt2"
+        )
+    return model
 
 
 def trace_peak(
-    shape: ModelConfig,
+    shape: DictConfig,
     vocab_size: int,
     micro_size: int,
     precision: str,
@@ -153,7 +170,7 @@ def trace_peak(
     """Return the most bytes alive at once in forward and backward, without weights and gradients.
 
     Args:
-        shape: the model's shape.
+        shape: the node `model` of a configuration.
         vocab_size: V.
         micro_size: number of samples of `block_size` tokens.
         precision: Lightning's name for the precision.
