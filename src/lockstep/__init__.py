@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from lockstep_gpt.batch import Batch as Batch
     from lockstep_gpt.building import build as build
     from lockstep_gpt.building import instantiate_all as instantiate_all
+    from lockstep_gpt.distributed.matrix_products import (
+        choose_matrix_products as choose_matrix_products,
+    )
     from lockstep_gpt.distributed.ranks import Ranks as Ranks
     from lockstep_gpt.distributed.strategies import place as place
     from lockstep_gpt.launch.main import main as main
@@ -25,17 +28,19 @@ if TYPE_CHECKING:
     from lockstep_gpt.run.callbacks.validation import ValidateEvery as ValidateEvery
     from lockstep_gpt.run.means import Mean as Mean
     from lockstep_gpt.run.run import Run as Run
+    from lockstep_gpt.run.weights import load_weights as load_weights
     from lockstep_gpt.schedule import Schedule as Schedule
     from lockstep_gpt.schedule import scaled_lr as scaled_lr
     from lockstep_gpt.training.clipping import ClipAndSkip as ClipAndSkip
     from lockstep_gpt.training.counted_targets import CountTargets as CountTargets
-    from lockstep_gpt.training.initial_weights import load_weights as load_weights
     from lockstep_gpt.training.seeds import MicroBatchSeeds as MicroBatchSeeds
+    from lockstep_gpt.training.step_rate import StepRate as StepRate
 
 # Imported when first used: a command that only reports a mistake needs neither torch nor Lightning.
 _MODULES = {
     "lockstep_gpt.batch": ("Batch",),
     "lockstep_gpt.building": ("build", "instantiate_all"),
+    "lockstep_gpt.distributed.matrix_products": ("choose_matrix_products",),
     "lockstep_gpt.distributed.ranks": ("Ranks",),
     "lockstep_gpt.distributed.strategies": ("place",),
     "lockstep_gpt.launch.main": ("main",),
@@ -50,11 +55,12 @@ _MODULES = {
     "lockstep_gpt.run.callbacks.validation": ("ValidateEvery",),
     "lockstep_gpt.run.means": ("Mean",),
     "lockstep_gpt.run.run": ("Run",),
+    "lockstep_gpt.run.weights": ("load_weights",),
     "lockstep_gpt.schedule": ("Schedule", "scaled_lr"),
     "lockstep_gpt.training.clipping": ("ClipAndSkip",),
     "lockstep_gpt.training.counted_targets": ("CountTargets",),
-    "lockstep_gpt.training.initial_weights": ("load_weights",),
     "lockstep_gpt.training.seeds": ("MicroBatchSeeds",),
+    "lockstep_gpt.training.step_rate": ("StepRate",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*sorted(_PLACES)]

@@ -2,12 +2,24 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import as_typed, check, check_whole, counted, not_a_config
 
 MOST_THREADS = 4096
+
+
+class Ranks(Protocol):
+    """All ranks, as `lockstep.Ranks` counts them."""
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of a node."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,9 @@ class Batch:
             return f"Batch({line})"
         return f"Batch({line}) over {self.ranks}"
 
-    def spread_over(self, devices: int, nodes: int = 1, tensor_parallel: int = 1) -> "Batch":
+    def spread_over(
+        self, devices: "int | Ranks", nodes: int = 1, tensor_parallel: int = 1
+    ) -> "Batch":
         """Return this batch as `nodes` of `devices` ranks each share it.
 
         Accumulation reaches a fixed `global_size`, so more devices mean fewer micro-steps, or,
@@ -118,13 +132,15 @@ class Batch:
         the global batch grows with the devices.
 
         Args:
-            devices: ranks of a node.
+            devices: ranks of a node; or all ranks, such as `Run.ranks`, with their nodes.
             nodes: machines.
             tensor_parallel: ranks that split a model, and have the same samples.
 
         Raises:
             UserError: no whole number fits; the line says which sizes do.
         """
+        if not isinstance(devices, int):
+            devices, nodes = devices.local_world_size, devices.num_nodes
         check_whole("trainer.devices", devices, at_least=1)
         check_whole("trainer.num_nodes", nodes, at_least=1)
         check_whole("strategy.tensor_parallel", tensor_parallel, at_least=1)
@@ -169,6 +185,11 @@ class Batch:
     def is_exact(self) -> bool:
         """Whether gradients are added in one order, for equal bits on any number of devices."""
         return self.exact_micro_size is not None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is known which devices share it."""
+        return self._shares is not None
 
     @property
     def grows(self) -> bool:
@@ -254,6 +275,43 @@ class Batch:
             "num_sanity_val_steps": 0,
             "inference_mode": False,
         }
+
+    def receipt_lines(self) -> dict[str, str]:
+        """Return what a run says of its batch, and of what is equal on other devices."""
+        line = f"{self.ranks} x {counted(self.micro_size, 'sample')} x {self.accumulation} "
+        line += f"accumulation = {counted(self.global_size, 'sample')} per step"
+        if self.global_size != self.reference_size:
+            ratio = self.global_size / self.reference_size
+            line += f", {ratio:g} x batch.reference_size={self.reference_size}"
+        return {"batch": line, "sums": self._sums_line()}
+
+    def _sums_line(self) -> str:
+        """Return how many devices give equal sums of gradients, and what that costs."""
+        leaves = self.global_size // self.micro_size
+        if self.is_exact:
+            sizes = either(exact_world_sizes(self.global_size, self.micro_size))
+            copies = gradient_copies(self.accumulation, is_exact=True)
+            return (
+                f"equal bits on {sizes} devices of one kind: "
+                f"{counted(leaves, 'micro-batch', 'es')} in one order, "
+                f"{counted(self.exact_threads, 'thread')} each; plus memory for "
+                f"{counted(copies, 'more gradient')} of all weights"
+            )
+        line = "added in rank order: equal up to rounding on any number of devices"
+        size = self.micro_size if leaves > 1 else max(1, self.global_size // 4)
+        if self.grows or self.global_size % size:
+            return line
+        sizes = either(exact_world_sizes(self.global_size, size))
+        leaves = self.global_size // size
+        return (
+            f"{line}; set batch.exact_micro_size={size} for equal bits on {sizes}, with "
+            f"{counted(leaves, 'micro-batch', 'es')} per step"
+        )
+
+
+def gradient_copies(accumulation: int, *, is_exact: bool) -> int:
+    """Return how many gradient sums a rank keeps to add `accumulation` micro-batches pairwise."""
+    return accumulation.bit_length() - 1 if is_exact else 0
 
 
 def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:

@@ -7,18 +7,20 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.settings import as_typed
 
+LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
 TARGETS = re.compile(r'"(?:_target_|path)": "(.+?)"')
 
 
@@ -56,7 +58,11 @@ def build(node: Any, **given: Any) -> Any:
     try:
         return function(**own, **arguments)
     except UserError as mistake:
-        raise _of_node(place, mistake) from mistake
+        raise _of_node(place, mistake, accepted) from mistake
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        if not str(getattr(function, "__module__", "")).startswith(LIBRARIES):
+            raise  # a traceback of the owner's code tells more
+        raise UserError(f"{place}: {' '.join(str(error).split())}".lstrip(": ")) from error
 
 
 def instantiate_all(nodes: Mapping[str, Any] | None, **given: Any) -> list[Any]:
@@ -118,10 +124,19 @@ def _mistake(place: str, error: InstantiationException) -> Exception:
     return UserError(f"{place}: {' '.join(str(cause or error).split())}".lstrip(": "))
 
 
-def _of_node(place: str, mistake: UserError) -> UserError:
-    """Return what a class says of its own argument by the setting's full name."""
+def _of_node(
+    place: str, mistake: UserError, arguments: Collection[str] | None = None
+) -> UserError:
+    """Return what a class says of its own argument by the setting's full name.
+
+    Args:
+        place: of the node.
+        mistake: what the class has raised.
+        arguments: of the class, since it may speak of another setting; None: unknown.
+    """
     text = str(mistake)
-    if not place or text.startswith(f"{place}.") or not re.match(r"\w+=", text):
+    named = re.match(r"(\w+)=", text)
+    if not place or not named or (arguments is not None and named[1] not in arguments):
         return mistake
     return UserError(f"{place}.{text}")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from lockstep_gpt.tokens.tokenizer import GrowingText, printable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.trained_model import load_for_inference, parser_of
+from lockstep_gpt.tokens.tokenizer import GrowingText, printable
+from lockstep_gpt.trained_model import load_for_inference, parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--length={options.length} must be at least 1")
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
-    _, model, _, tokenizer = load_for_inference(options.source)
+    _, model, _, tokenizer = load_for_inference(options.source, options.trust)
     import torch  # late, so that mistakes are reported at once
 
     device = next(model.parameters()).device

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.language_model import LanguageModel, recompute_in_backward
+from lockstep_gpt.model.shape import check_switches
 from lockstep_gpt.settings import check_choice
 
 RESIDUAL_DTYPES = ("float32", "bfloat16")
@@ -46,6 +47,7 @@ class GPT(LanguageModel):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__(vocab_size, block_size, n_layer, n_head, n_embd, dropout)
+        check_switches(bias=bias, activation_checkpointing=activation_checkpointing)
         check_choice("model.residual_dtype", residual_dtype, RESIDUAL_DTYPES)
         self.bias = bias
         self.residual_dtype = residual_dtype
@@ -130,7 +132,7 @@ class Block(nn.Module):
 class CausalSelfAttention(nn.Module):
     """The only layer in which tokens see other tokens."""
 
-    attend = staticmethod(functional.causal_attention)  # extras replace it
+    attend = staticmethod(functional.causal_attention)  # a mask of documents replaces it
 
     def __init__(self, n_head: int, n_embd: int, dropout: float, bias: bool) -> None:
         super().__init__()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lockstep_gpt.model.functional import causal_attention, is_narrow
 from lockstep_gpt.model.language_model import LanguageModel, recompute_in_backward
-from lockstep_gpt.model.shape import check_heads
-from lockstep_gpt.settings import check
+from lockstep_gpt.model.shape import check_heads, check_switches
+from lockstep_gpt.settings import check, check_whole
 
 BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0
@@ -68,10 +68,9 @@ class ModernGPT(LanguageModel):
         width = n_embd // n_head
         rule = f"gives heads of {width}; set it or model.n_head to make them even"
         check("model.n_embd", n_embd, width % 2 == 0, rule)
-        rule = f"must be at least 0 and at most {MOST_ROWS}"
-        check("model.ngram_rows", ngram_rows, 0 <= ngram_rows <= MOST_ROWS, rule)
-        rule = f"must be at least 2 and at most {LONGEST}"
-        check("model.longest_ngram", longest_ngram, 2 <= longest_ngram <= LONGEST, rule)
+        check_whole("model.ngram_rows", ngram_rows, at_least=0, at_most=MOST_ROWS)
+        check_whole("model.longest_ngram", longest_ngram, at_least=2, at_most=LONGEST)
+        check_switches(activation_checkpointing=activation_checkpointing)
         self.n_kv_head = n_kv_head or n_head
         self.ngram_rows = ngram_rows
         self.longest_ngram = longest_ngram

@@ -1,50 +1,67 @@
-"""The LightningModule: what one micro-batch, one update, and one validation do."""
+"""The experiment's step: what a micro-batch, a validation, and the optimizer do. Yours to edit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
+import lockstep
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep_gpt.distributed.strategies import place
 from lockstep_gpt.model.functional import IGNORE, perplexity
 from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.run.means import Mean
-from lockstep_gpt.training.step_rate import StepRate
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, (B, T)
 
 
 class GPTModule(LightningModule):
-    """Plain Lightning; each `Mean` is logged, exactly, over all ranks.
+    """Plain Lightning; each `lockstep.Mean` is logged, exactly, over all ranks.
 
     Args:
-        model: returns the mean loss of tokens and targets.
-        optimizer: returns the optimizer of named weights, such as a partial of `muon`.
-        rate: of a step, relative to the optimizer's.
+        model: returns a model of a `vocab_size`, which returns the mean loss of tokens and targets.
+        optimizer: returns the optimizer of named weights with a rate `lr`, as those in optim.py.
+        schedule: the learning rate over the run.
+        vocab_size: of the data's tokens.
         compiled: whether torch compiles the model.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
-        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
-        rate: Callable[[int], float],
+        model: Callable[..., LanguageModel],
+        optimizer: Callable[..., Optimizer],
+        schedule: lockstep.Schedule,
+        vocab_size: int,
         compiled: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.new_model = partial(model, vocab_size=vocab_size)
+        self.model = self.new_model()
         self.make_optimizer = optimizer
-        self.rate = rate
+        self.schedule = schedule
         self.compiled = compiled
-        self.train_loss = Mean("train/loss")
-        self.val_loss = Mean("val/loss", also={"val/perplexity": perplexity})
-        self.test_loss = Mean("test/loss", also={"test/perplexity": perplexity})
+        self.train_loss = lockstep.Mean("train/loss")
+        self.val_loss = lockstep.Mean("val/loss", also={"val/perplexity": perplexity})
+        self.test_loss = lockstep.Mean("test/loss", also={"test/perplexity": perplexity})
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations per token in forward and backward, for the utilization of GPUs."""
+        return self.model.flops_per_token
+
+    def setup(self, stage: str) -> None:
+        """Train with the fastest library of float32 matrix products that is exact enough."""
+        if stage == "fit":
+            lockstep.choose_matrix_products(self.trainer.strategy.root_device.type)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations of the forward and backward pass, for `lockstep.Metrics`."""
+        return self.model.flops_per_token
 
     def configure_model(self) -> None:
         """Compile the model, or shard its blocks, as the strategy does it."""
-        place(self.model, self.trainer.strategy, compiled=self.compiled)
+        lockstep.place(self.model, self.trainer.strategy, compiled=self.compiled)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of one micro-batch."""
@@ -58,17 +75,20 @@ class GPTModule(LightningModule):
         """Add one micro-batch to the test loss."""
         return self._loss(batch, self.test_loss)
 
-    def _loss(self, batch: Batch, mean: Mean) -> Tensor:
+    def _loss(self, batch: Batch, mean: lockstep.Mean) -> Tensor:
         tokens, targets = batch
         loss: Tensor = self.model(tokens, targets)
-        mean.update(loss, weight=(targets != IGNORE).sum())
+        mean.update(loss, weight=count_targets(batch))
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer, and its rate as a function of the step."""
-        optimizer = self.make_optimizer(self.model.named_parameters())
-        scheduler = StepRate(optimizer, self.rate)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        optimizer = self.make_optimizer(self.model.named_parameters(), lr=self.schedule.peak)
+        rate = {"scheduler": lockstep.StepRate(optimizer, self.schedule.factor), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": rate}
+
+
+def count_targets(batch: Batch) -> Tensor:
+    """Return how many targets of a micro-batch count."""
+    _, targets = batch
+    return (targets != IGNORE).sum()

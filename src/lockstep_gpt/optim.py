@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from lockstep_gpt.settings import check_number
 from lockstep_gpt.training.muon import Muon
 
 NamedWeights = Iterable[tuple[str, nn.Parameter]]  # as `named_parameters` gives them
@@ -33,7 +34,11 @@ def adamw(
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
         eps: added to the denominator.
+
+    Raises:
+        UserError: an argument is out of range.
     """
+    _check(weight_decay, beta1, beta2, eps)
     trained = [weight for _, weight in weights if weight.requires_grad]
     matrices = [weight for weight in trained if weight.ndim >= 2]
     vectors = [weight for weight in trained if weight.ndim < 2]
@@ -77,7 +82,12 @@ def muon(
         beta2: AdamW's decay of the mean of squared gradients.
         eps: added to AdamW's denominator.
         head_lr_fraction: the head's rate as a fraction of `lr`.
+
+    Raises:
+        UserError: an argument is out of range.
     """
+    _check(weight_decay, beta1, beta2, eps)
+    check_number("optim.head_lr_fraction", head_lr_fraction, above=0)
     matrices, head, rest = [], [], []
     for name, weight in weights:
         if not weight.requires_grad:
@@ -97,6 +107,14 @@ def muon(
     optimizer = Muon(groups, betas=(beta1, beta2), eps=eps)
     optimizer.register_load_state_dict_pre_hook(keep_own_settings)
     return optimizer
+
+
+def _check(weight_decay: float, beta1: float, beta2: float, eps: float) -> None:
+    """Raise a `UserError` if a setting that both optimizers have is out of range."""
+    check_number("optim.weight_decay", weight_decay, at_least=0)
+    check_number("optim.beta1", beta1, at_least=0, below=1)
+    check_number("optim.beta2", beta2, at_least=0, below=1)
+    check_number("optim.eps", eps, above=0)
 
 
 def moment_bytes(optimizer: Optimizer) -> int:

@@ -1,66 +1,82 @@
 """Shows what the model has learned: continues a prompt."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.tokenizer import Tokenizer, printable
-from lockstep_gpt.tokens.windows import read_windows
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.model.sampling import check_sampling
 from lockstep_gpt.run.loggers.tracking import tracked_runs
-from lockstep_gpt.settings import not_a_config
+from lockstep_gpt.settings import check_number, check_switch, check_whole
+from lockstep_gpt.tokens.tokenizer import Tokenizer, printable
+from lockstep_gpt.tokens.windows import read_windows
 
 logger = logging.getLogger(__name__)
 
 
-@not_a_config
-@dataclass(eq=False)
 class Sample(Callback):
-    """Continues a prompt with the trained model; without a text tokenizer, shows nothing."""
+    """Continues a prompt with the trained GPT; without a text tokenizer, shows nothing.
 
-    prompt: str | None  # what to continue; None: a few words of the validation text
-    length: int  # tokens to add
-    temperature: float  # divides the logits; 0 picks the likeliest token
-    tokenizer: Tokenizer  # of the model
-    seed: int  # of the random choices
-    new_model: Callable[[], Any]  # returns another model of the kind that is trained
-    at_validation: bool = False  # also after each validation, not only at the end
+    Args:
+        prompt: what to continue; None: a few words of the validation text.
+        length: tokens to add.
+        temperature: divides the logits; 0 picks the likeliest token.
+        seed: of the random choices.
+        at_validation: also after each validation, not only at the end.
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    Raises:
+        UserError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        prompt: str | None = None,
+        length: int = 300,
+        temperature: float = 0.8,
+        seed: int = 1337,
+        at_validation: bool = False,
+    ) -> None:
+        check_whole("length", length, at_least=0)
+        check_number("temperature", temperature, at_least=0)
+        check_whole("seed", seed, at_least=0)
+        check_switch("at_validation", at_validation)
+        self.prompt = prompt
+        self.length = length
+        self.temperature = temperature
+        self.seed = seed
+        self.at_validation = at_validation
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise a `UserError` now for what `generate` would reject after hours of training."""
-        tokenizer = self.tokenizer
-        if tokenizer.end_of_text is not None:
+        tokenizer = text_tokenizer(trainer)
+        if tokenizer is not None:
             tokens = tokenizer.encode("\n" if self.prompt is None else self.prompt)
             check_sampling(torch.tensor(tokens.astype("int64"))[None], self.temperature, None)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a sample during the run; the last step has one at the end."""
         if self.at_validation and trainer.global_step < trainer.max_steps:
             self._log(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a sample of what was learned, the same one for the same weights."""
         self._log(trainer, pl_module)
 
-    def _log(self, trainer: Trainer, pl_module: Any) -> None:
-        tokenizer = self.tokenizer
-        if tokenizer.end_of_text is None:
+    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        tokenizer = text_tokenizer(trainer)
+        if tokenizer is None or not can_generate(pl_module):
             return
-        layout = layout_of(trainer.strategy)
+        module: Any = pl_module
         # Every rank takes part.
-        model: Any = layout.whole_model(pl_module.model, self.new_model)
+        model: Any = layout_of(trainer.strategy).whole_model(module.model, module.new_model)
         if not trainer.is_global_zero:
             return
         device = next(model.parameters()).device
         words = self.prompt
         if words is None:
-            words = prompt_from(getattr(trainer, "datamodule", None), tokenizer) or "\n"
+            words = prompt_from(data_of(trainer), tokenizer) or "\n"
         prompt = torch.tensor(tokenizer.encode(words).astype("int64"), device=device)
         generator = torch.Generator(device).manual_seed(self.seed)
         tokens = model.generate(prompt[None], self.length, self.temperature, generator=generator)
@@ -73,11 +89,30 @@ class Sample(Callback):
         logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in lines)]))
 
 
+def can_generate(module: Any) -> bool:
+    """Return whether a module has a model like ours, and can make another one."""
+    return hasattr(getattr(module, "model", None), "generate") and hasattr(module, "new_model")
+
+
+def data_of(trainer: Trainer) -> Any:
+    """Return the Trainer's data module, if it has one."""
+    return getattr(trainer, "datamodule", None)
+
+
+def text_tokenizer(trainer: Trainer) -> Tokenizer | None:
+    """Return the tokenizer of the data, if they are text."""
+    tokenizer: Tokenizer | None = getattr(data_of(trainer), "tokenizer", None)
+    if tokenizer is None or tokenizer.end_of_text is None:
+        return None
+    return tokenizer
+
+
 def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
     """Return up to three words of a run's validation text; empty if it has no readable ones."""
-    if not isinstance(data, TokenDataModule):
+    windows = getattr(data, "windows", {})
+    if "val" not in windows:
         return ""
-    tokens, _ = read_windows(data.windows["val"], [0])
+    tokens, _ = read_windows(windows["val"], [0])
     text = tokenizer.decode(tokens[0].tolist())
     # A line starts like a sentence. A window may have no whole line, and its first word may be cut.
     pieces = [*text.split("\n")[1:], text.partition(" ")[2]]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.settings import check_choice, check_number, check_whole, not_a_config
+from lockstep_gpt.settings import check_choice, check_number, check_whole, counted, not_a_config
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
 SCALINGS = ("linear", "sqrt", "none")
@@ -87,6 +87,15 @@ class Schedule:
         if self.decay == "cosine":
             ahead = (1 - math.cos(math.pi * ahead)) / 2
         return self.final_fraction + (1 - self.final_fraction) * ahead
+
+    def receipt_lines(self) -> dict[str, str]:
+        """Return what a run says of its rate."""
+        line = f"{counted(self.steps, 'step')}: {self.warmup_steps:,} of warmup to {self.peak:g}"
+        if self.decay == "constant":
+            return {"schedule": f"{line}, then constant"}
+        final = f"{self.lr(self.steps - 1):g}"
+        decay = f"{self.decay} decay over the last {self.decay_steps:,} to {final}"
+        return {"schedule": f"{line}, {decay}"}
 
 
 def scaled_lr(lr: float, batch: Batch, rule: str = "linear") -> float:

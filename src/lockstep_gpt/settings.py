@@ -20,16 +20,15 @@ def setting(
     default: Any = MISSING,
     *,
     choices: tuple[str, ...] = (),
-    on_resume: str | None = None,
+    decides: bool = True,
     **limits: float,
 ) -> Any:
     """Declare a setting by its `meaning`; without a `default`, a preset or the user must set it.
 
-    On resume, it is `kept` by the run, decided by the `machine`, or `free`; None: as in its class.
-    The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
+    Of a source of tokens, it `decides` them, or only how and where they are made. The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
-    metadata = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
+    metadata = {"meaning": meaning, "choices": choices, "limits": rules, "decides": decides}
     return field(default=default, metadata=metadata)
 
 
@@ -51,21 +50,10 @@ class Checked:
     """Checks every field against its own rules when an instance is created."""
 
     node: ClassVar[str] = ""  # the class's place in the settings tree, as the user writes it
-    on_resume: ClassVar[str] = "free"  # for its settings that don't declare their own
 
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
             self._check(item, getattr(self, item.name))
-
-    @classmethod
-    def names(cls, on_resume: str) -> list[str]:
-        """Return the settings that a resume treats this way: `kept`, `machine`, or `free`."""
-        names = []
-        for item in fields(cast(Any, cls)):
-            treatment = item.metadata.get("on_resume") or cls.on_resume
-            if treatment == on_resume:
-                names.append(item.name)
-        return names
 
     def _check(self, item: Field[Any], value: Any) -> None:
         choices = item.metadata.get("choices")

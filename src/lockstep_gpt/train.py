@@ -1,12 +1,13 @@
 """One run: on this machine's devices, under torchrun or srun, or on several machines."""
 
-import lockstep
 import torch
 from hydra.utils import instantiate
 from lightning import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
+import lockstep
 from lockstep_gpt import CONFIGS
+from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.module import count_targets
 
 
@@ -14,7 +15,8 @@ def build(
     cfg: DictConfig, run: lockstep.Run
 ) -> tuple[LightningModule, LightningDataModule, Trainer]:
     """Return what Lightning trains with; a notebook calls this with `lockstep.Run.alone()`."""
-    batch = instantiate(cfg.batch).spread_over(run.ranks)  # the experiment's, not a device's
+    tensor_parallel = cfg.strategy.get("tensor_parallel", 1)  # ranks that share samples
+    batch = instantiate(cfg.batch).spread_over(run.ranks, tensor_parallel=tensor_parallel)
     data = lockstep.build(cfg.data, batch=batch, seed=cfg.seed, run=run)
     peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
     schedule = instantiate(cfg.schedule, steps=cfg.max_steps, peak=peak)
@@ -22,7 +24,7 @@ def build(
     vocab_size = getattr(data, "vocab_size", None)
     module = lockstep.build(cfg.module, schedule=schedule, vocab_size=vocab_size)
     if cfg.init_from is not None and not run.has_begun:
-        lockstep.load_weights(cfg.init_from, module.model)
+        load_initial_weights(cfg.init_from, module, data)
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
     trainer = lockstep.build(
         cfg.trainer,
@@ -31,17 +33,17 @@ def build(
         precision=cfg.precision,
         log_every_n_steps=cfg.log_every,
         strategy=lockstep.build(cfg.strategy, batch=batch),  # adds gradients
-        logger=run.loggers(cfg.logger, lr=peak, global_batch_size=batch.global_size),
+        logger=run.loggers(cfg.logger, peak_lr=peak, global_batch_size=batch.global_size),
         callbacks=[  # what takes part in a run, in order
             lockstep.ValidateEvery(cfg.val_every),
             lockstep.MicroBatchSeeds(cfg.seed),
             *counting,
             lockstep.Metrics(batch, every=cfg.log_every, peak_tflops=cfg.peak_tflops),
             *lockstep.instantiate_all(cfg.callbacks),  # yours
-            lockstep.Guards(run, **cfg.guard),
+            lockstep.build(cfg.guard, run=run),
             lockstep.ClipAndSkip(cfg.clip_norm, max_skipped=cfg.max_skipped),
             lockstep.GracefulStop(),
-            lockstep.Checkpoints(run, **cfg.checkpoint),
+            lockstep.build(cfg.checkpoint, run=run),
             lockstep.StateInMemory(run, every=cfg.memory),
         ],
         plugins=run.plugins,

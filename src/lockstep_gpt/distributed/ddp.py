@@ -1,8 +1,7 @@
 """DDP: every rank has the whole model, and gradients are added while backward runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,11 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.mean_of_counts import MeanOfCounts
+from lockstep_gpt.distributed.optimizers import is_compiled
+from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.lightning_patches import skip_teardown
+from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import compiling_one_graph, without_hooks
 
 # A state and a function of torch.distributed.algorithms.ddp_comm_hooks.
 CommHook = tuple[Any, Callable[..., Any]]
+COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
+LEAST_CUT_MB = 1  # torch can't cut a compiled model at smaller buckets
 
 
 class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
@@ -42,6 +46,8 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
     ) -> None:
         super().__init__(exact_threads=exact_threads, **arguments)
         self.split_graph = split_graph
+        self._settings = arguments
+        self._bucket_mb = arguments.get("bucket_cap_mb", LEAST_CUT_MB)
         self.comm_hook = comm_hook
         self._compiling = ExitStack()
         self._first_step: FirstStep | None = None
@@ -63,9 +69,13 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
             return module.validation_step(*arguments, **settings)
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether the exchange of gradients depends on those of every step before."""
+    def loses_error(self) -> bool:
+        """Whether the exchange of gradients has an error of earlier steps, which no state has."""
         return self.comm_hook is not None and self.comm_hook[0] is not None
+
+    def copies_gradients(self, accumulation: int) -> bool:
+        """Return whether buckets are a second copy, in steps of so many micro-batches."""
+        return has_bucket_copies(self._settings, accumulation)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -75,12 +85,27 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
         return bool(self._kept)
 
     def setup(self, trainer: Trainer) -> None:
-        """Decide first whether the model is compiled in one piece."""
+        """Decide first whether the model is compiled in one piece.
+
+        Raises:
+            UserError: a setting doesn't go with the model or the devices.
+        """
+        self._refuse_unfit()
         self._compiling.enter_context(self.compiling(trainer.accumulate_grad_batches))
         super().setup(trainer)
 
+    def _refuse_unfit(self) -> None:
+        assert self.lightning_module is not None
+        fits = self._bucket_mb >= LEAST_CUT_MB or not is_compiled(self.lightning_module)
+        rule = f"is too small for compile=true; set {LEAST_CUT_MB} or more, or compile=false"
+        check("strategy.bucket_cap_mb", self._bucket_mb, fits, rule)
+        is_bf16 = self.comm_hook is not None and self.comm_hook[1].__name__ == "bf16_compress_hook"
+        rule = "needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
+        check("strategy.comm_hook", "bf16", not is_bf16 or backend_here() == "nccl", rule)
+
     def configure_ddp(self) -> None:
         """Wrap the module; broadcast buffers only if some are saved, like BatchNorm's."""
+        refuse_unsynchronized(self.model, self.root_device, self.world_size)
         super().configure_ddp()
         module: Any = self.lightning_module
         wrapped: Any = self.model
@@ -174,6 +199,30 @@ class DDPStrategy(AddsGradients, MeanOfCounts, strategies.DDPStrategy):
         super().on_exception(exception)
         assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)
+
+
+def has_bucket_copies(settings: Mapping[str, Any], accumulation: int) -> bool:
+    """Return whether DDP's buckets are a second copy of a rank's gradients.
+
+    Args:
+        settings: arguments of `DistributedDataParallel`.
+        accumulation: micro-batches of a rank in one step.
+    """
+    if not settings.get("gradient_as_bucket_view", True):
+        return True
+    return accumulation > 1 and bool(settings.get("find_unused_parameters", False))
+
+
+def refuse_unsynchronized(model: nn.Module | None, device: torch.device, world_size: int) -> None:
+    """Raise a `UserError` if torch can't synchronize a BatchNorm over these ranks."""
+    if world_size == 1 or device.type == "cuda" or model is None:
+        return
+    synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+    rule = (
+        f"needs GPUs, but this run uses {device.type}: torch synchronizes BatchNorm only there; "
+        "set it to false"
+    )
+    check("trainer.sync_batchnorm", synchronized, not synchronized, rule)
 
 
 def first_step_of(wrapped: DistributedDataParallel, trainer: Trainer) -> "FirstStep | None":
@@ -342,18 +391,6 @@ class HandOver(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         """Return the gradients of `chain` and of the weight."""
         return gradient, ctx.gradient, None
-
-
-def build_ddp(
-    process_group_backend: str | None, timeout_seconds: float, comm_hook: str, **arguments: Any
-) -> DDPStrategy:
-    """Return the strategy; `DDPStrategy` and torch's `DistributedDataParallel` get the rest."""
-    return DDPStrategy(
-        process_group_backend=process_group_backend,
-        timeout=timedelta(seconds=timeout_seconds),
-        comm_hook=comm_hook_of(comm_hook),
-        **arguments,
-    )
 
 
 def comm_hook_of(name: str) -> CommHook | None:

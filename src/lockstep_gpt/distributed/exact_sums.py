@@ -261,7 +261,26 @@ class AddsGradients(PreparesOptimizers):
 
 
 class SingleDeviceStrategy(AddsGradients, strategies.SingleDeviceStrategy):
-    """Lightning's, for one rank, also with the exact sums of several."""
+    """Lightning's, for one rank, also with the exact sums of several.
+
+    Args:
+        device: where it computes; None: the first device of the Trainer's accelerator.
+        exact_threads: see `AddsGradients`.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, exact_threads: int | None = None
+    ) -> None:
+        super().__init__(device or "cpu", exact_threads=exact_threads)
+        self._device = device
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device; Lightning's own strategy must know it before the Trainer does."""
+        if self._device is None and self.accelerator is not None:
+            kind = self.accelerator
+            return cast(torch.device, kind.get_parallel_devices(kind.parse_devices(1))[0])
+        return super().root_device
 
 
 def refuse_partial_trees(world_size: int, accumulation: int) -> None:

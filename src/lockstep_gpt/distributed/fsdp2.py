@@ -35,11 +35,14 @@ from lockstep_gpt.distributed.sharded_states import (
     gathered,
     share_of,
 )
-from lockstep_gpt.distributed.tensor_parallel import split_model
+from lockstep_gpt.distributed.tensor_parallel import refuse_unsplittable, split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.lightning_patches import skip_teardown
+from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import limit_waits
+
+PRECISIONS = ("32-true", "bf16-mixed")  # in which shards are updated as whole weights are
 
 
 def build_fsdp2(
@@ -50,24 +53,11 @@ def build_fsdp2(
     reshard_after_forward: bool,
     param_dtype: str,
     reduce_dtype: str,
+    reduce_each: bool,
+    tensor_parallel: int,
     save_parts: bool,
-    reduce_each: bool = False,  # this and the next are missing in runs of earlier versions
-    tensor_parallel: int = 1,
 ) -> ShardedStrategy:
-    """Return the strategy that shards over `world_size` ranks.
-
-    Args:
-        world_size: total number of ranks.
-        process_group_backend: nccl or gloo; None: nccl on GPUs, gloo elsewhere.
-        timeout_seconds: longest wait for another rank.
-        reshard_after_forward: release a block's gathered weights between forward and backward.
-        param_dtype: type of a block's gathered weights and of its activations, float32 or
-            bfloat16; shards and their updates stay float32.
-        reduce_dtype: type in which gradients are added over ranks.
-        save_parts: each rank writes its shard of a checkpoint, all at the same time.
-        reduce_each: scatter gradients in each micro-batch, instead of once a step.
-        tensor_parallel: how many neighboring ranks split each matrix, and have the same samples.
-    """
+    """Return the strategy that shards over `world_size` ranks; see `strategies.fsdp2`."""
     return ShardedStrategy(
         MixedPrecisionPolicy(
             param_dtype=getattr(torch, param_dtype),
@@ -78,6 +68,7 @@ def build_fsdp2(
         reshard_after_forward,
         save_parts,
         reduce_each,
+        tensor_parallel,
         data_parallel_size=world_size // tensor_parallel,
         tensor_parallel_size=tensor_parallel,
         save_distributed_checkpoint=False,
@@ -97,6 +88,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         reshard_after_forward: release gathered weights between forward and backward.
         save_parts: each rank writes its shard of a checkpoint.
         reduce_each: scatter gradients in each micro-batch.
+        tensor_parallel: how many neighboring ranks split each matrix.
         timeout: longest wait for another rank.
         arguments: passed on to Lightning's `ModelParallelStrategy`.
     """
@@ -111,6 +103,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         reshard_after_forward: bool,
         save_parts: bool,
         reduce_each: bool,
+        tensor_parallel: int,
         timeout: timedelta,
         **arguments: Any,
     ) -> None:
@@ -120,6 +113,17 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         self._reshard = reshard_after_forward
         self._save_parts = save_parts
         self._reduce_each = reduce_each
+        self._tensor_parallel = tensor_parallel
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether each rank writes its shard of a checkpoint."""
+        return self._save_parts
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many neighboring ranks split each matrix."""
+        return self._tensor_parallel
 
     def setup_environment(self) -> None:
         """Connect; all groups have the timeout that is set, those of the mesh too.
@@ -131,9 +135,21 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
             limit_waits(group, self._longest_wait)
 
     def setup(self, trainer: Trainer) -> None:
-        """Refuse a module of which nothing is sharded: each rank would train all by itself."""
+        """Refuse a module of which nothing is sharded: each rank would train all by itself.
+
+        Raises:
+            UserError: that, or a precision for which shards don't work.
+        """
         assert self.lightning_module is not None
         module = self.lightning_module
+        rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or strategy=ddp"
+        check("precision", trainer.precision, trainer.precision in PRECISIONS, rule)
+        is_half = self._policy.param_dtype == torch.bfloat16
+        if is_half and trainer.precision != "bf16-mixed":
+            raise UserError(
+                f"strategy.param_dtype=bfloat16 with precision={trainer.precision}; "
+                "set precision=bf16-mixed, or param_dtype=float32"
+            )
         if not any(isinstance(weight, DTensor) for weight in module.parameters()):
             raise UserError(
                 f"strategy=fsdp2 shards what `configure_model` of {type(module).__name__} gives to "
@@ -152,6 +168,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         tensor_mesh = self.device_mesh["tensor_parallel"]
         if tensor_mesh.size() > 1:
+            refuse_unsplittable(model, tensor_mesh.size(), self.root_device)
             self._tensor_ranks = TensorRanks.of(tensor_mesh)
             split_model(model, self._tensor_ranks)
         if compiled and hasattr(model, "loss"):

@@ -12,6 +12,11 @@ from lockstep_gpt.distributed.restored_states import copy_restored_state
 COMPILED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that `place` has compiled
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `place` has compiled the module, or a part of it."""
+    return any(part in COMPILED for part in module.modules())
+
+
 @runtime_checkable
 class SharesWork(Protocol):
     """An optimizer whose work the ranks can share, such as `Muon`."""
@@ -30,7 +35,7 @@ class PreparesOptimizers(Strategy):
         """Make the optimizers, as Lightning does, and prepare them."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        compiled = any(part in COMPILED for part in self.lightning_module.modules())
+        compiled = is_compiled(self.lightning_module)
         for optimizer in self.optimizers:
             if isinstance(optimizer, SharesWork):
                 optimizer.share_work(self, compiled)

@@ -115,9 +115,15 @@ def join(
         accelerator: cpu, cuda, or mps.
         backend: of the process group; None: the accelerator decides.
         timeout: the longest wait for another rank in seconds, also later.
+
+    Raises:
+        UserError: the backend is not in this torch, or needs GPUs.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
+    rule = f"needs GPUs, but this run uses {accelerator}; set strategy.process_group_backend=gloo"
+    has_gpus = accelerator == "cuda"
+    check("strategy.process_group_backend", backend, has_gpus or backend != "nccl", rule)
     is_available = backend is None or dist.is_backend_available(backend)
     rule = f"is not in torch {torch.__version__}; set nccl for GPUs or gloo"
     check("strategy.process_group_backend", backend, is_available, rule)

@@ -7,17 +7,32 @@ each have the whole model, its class has the methods of `ModelLayout`.
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
+from lockstep_gpt.batch import Batch
+from lockstep_gpt.distributed.ddp import COMM_HOOKS, DDPStrategy, comm_hook_of
 from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
 from lockstep_gpt.distributed.optimizers import COMPILED
+from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks
 from lockstep_gpt.distributed.tensor_splits import TensorPart
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import (
+    check,
+    check_choice,
+    check_number,
+    check_switch,
+    check_whole,
+    counted,
+)
+
+BACKENDS = (None, "nccl", "gloo", "mpi")
+SHARD_DTYPES = ("float32", "bfloat16")
+BUCKET_MB = 25.0  # torch's own default
 
 
 @runtime_checkable
@@ -84,11 +99,6 @@ class ShardedStates(Protocol):
         """Return what this rank keeps of a checkpoint with shards; `load_checkpoint` accepts it."""
 
 
-def is_sharded(target: str | None, world_size: int) -> bool:
-    """Return whether the strategy that `_target_` names has `ShardedStates` on so many ranks."""
-    return world_size > 1 and target == f"{__name__}.fsdp2"
-
-
 def layout_of(strategy: Strategy) -> ModelLayout:
     """Return the layout of the model under `strategy`, which is often the strategy itself."""
     if isinstance(strategy, ModelLayout):
@@ -115,49 +125,188 @@ def place(model: nn.Module, strategy: Strategy, *, compiled: bool = False) -> No
 
 
 def auto(
-    *, accelerator: str, world_size: int, exact_threads: int | None = None, **settings: Any
+    batch: Batch | None = None,
+    *,
+    process_group_backend: str | None = None,
+    timeout_seconds: float = LONGEST_WAIT,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = True,
+    bucket_cap_mb: float = BUCKET_MB,
+    split_graph: bool | str = "auto",
+    static_graph: bool = False,
+    comm_hook: str = "none",
 ) -> Strategy:
-    """Return a single-device strategy for one rank, `ddp` for more."""
-    if world_size == 1:
-        return single_device(accelerator, exact_threads)
-    return ddp(exact_threads=exact_threads, **settings)
+    """Return a strategy without a wrapper for one rank, `ddp` for more.
+
+    Args:
+        batch: says whether gradients are added in one order on any number of ranks.
+        process_group_backend: as for `ddp`, like all that follow.
+        timeout_seconds: longest wait for another rank.
+        find_unused_parameters: whether some steps don't use some parameters.
+        gradient_as_bucket_view: whether gradients are views of the buckets.
+        bucket_cap_mb: size of a bucket.
+        split_graph: whether a compiled model is cut at the buckets.
+        static_graph: whether each step uses the same parameters.
+        comm_hook: compression of gradients.
+    """
+    strategy = ddp(
+        batch,
+        process_group_backend=process_group_backend,
+        timeout_seconds=timeout_seconds,
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        bucket_cap_mb=bucket_cap_mb,
+        split_graph=split_graph,
+        static_graph=static_graph,
+        comm_hook=comm_hook,
+    )
+    if Ranks.from_environment().world_size == 1:
+        return SingleDeviceStrategy(exact_threads=threads_of(batch))
+    return strategy
 
 
 def ddp(
+    batch: Batch | None = None,
     *,
-    process_group_backend: str | None,
-    timeout_seconds: float,
-    comm_hook: str,
-    exact_threads: int | None = None,
-    **arguments: Any,
+    process_group_backend: str | None = None,
+    timeout_seconds: float = LONGEST_WAIT,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = True,
+    bucket_cap_mb: float = BUCKET_MB,
+    split_graph: bool | str = "auto",
+    static_graph: bool = False,
+    comm_hook: str = "none",
 ) -> DDPStrategy:
-    """Return our `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
+    """Return our `DDPStrategy`: each rank has the whole model, and they average gradients.
 
-    Other arguments go to torch's `DistributedDataParallel`.
+    Args:
+        batch: says whether gradients are added in one order on any number of ranks.
+        process_group_backend: nccl, gloo, or mpi; None: nccl on GPUs, gloo elsewhere.
+        timeout_seconds: longest wait for another rank.
+        find_unused_parameters: set it if some parameters are unused in some steps.
+        gradient_as_bucket_view: False: the buckets are a second copy of the gradients.
+        bucket_cap_mb: gradients are sent in buckets of so many MiB.
+        split_graph: whether a compiled model is cut at the buckets, which are then sent during
+            backward; `auto`: for several machines without accumulation.
+        static_graph: a promise to torch that each step uses the same parameters.
+        comm_hook: compression of gradients: none, fp16, bf16, or powersgd.
+
+    Raises:
+        UserError: a value is not one of its choices, or doesn't go with exact sums.
     """
-    return build_ddp(
-        process_group_backend,
-        timeout_seconds,
-        comm_hook,
-        exact_threads=exact_threads,
-        **arguments,
+    check_connection(process_group_backend, timeout_seconds)
+    check_switch("find_unused_parameters", find_unused_parameters)
+    check_switch("gradient_as_bucket_view", gradient_as_bucket_view)
+    check_number("bucket_cap_mb", bucket_cap_mb, above=0)
+    check_choice("split_graph", split_graph, (True, False, "auto"))
+    check_switch("static_graph", static_graph)
+    check_choice("comm_hook", comm_hook, COMM_HOOKS)
+    exact_threads = threads_of(batch)
+    if exact_threads is not None:
+        rule = "adds gradients in rank order; set batch.exact_micro_size=null, or"
+        check("comm_hook", comm_hook, comm_hook == "none", f"{rule} comm_hook=none")
+        name, value = "find_unused_parameters", find_unused_parameters
+        check(name, value, not value, f"{rule} {name}=false")
+    return DDPStrategy(
+        split_graph,
+        exact_threads,
+        comm_hook_of(comm_hook),
+        process_group_backend=process_group_backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        bucket_cap_mb=bucket_cap_mb,
+        static_graph=static_graph,
     )
 
 
-def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
+def fsdp2(
+    batch: Batch | None = None,
+    *,
+    process_group_backend: str | None = None,
+    timeout_seconds: float = LONGEST_WAIT,
+    reshard_after_forward: bool = True,
+    param_dtype: str = "float32",
+    reduce_dtype: str = "float32",
+    reduce_each: bool = False,
+    tensor_parallel: int = 1,
+    save_parts: bool = False,
+) -> Strategy:
     """Return the strategy that shards over all ranks; with a single rank, nothing is.
 
-    configs/strategy/fsdp2.yaml explains the settings, `fsdp2.build_fsdp2` their types.
+    Args:
+        batch: must be spread over the ranks with the same `tensor_parallel`, without exact sums.
+        process_group_backend: nccl or gloo; None: nccl on GPUs, gloo elsewhere.
+        timeout_seconds: longest wait for another rank.
+        reshard_after_forward: release a block's gathered weights between forward and backward.
+        param_dtype: type of a block's gathered weights and of its activations, float32 or
+            bfloat16; shards and their updates stay float32.
+        reduce_dtype: type in which gradients are added over ranks.
+        reduce_each: scatter gradients in each micro-batch, instead of once a step.
+        tensor_parallel: how many neighboring ranks split each matrix, and have the same samples.
+        save_parts: each rank writes its shard of a checkpoint, all at the same time.
+
+    Raises:
+        UserError: a value is not one of its choices, or two exclude each other.
     """
+    check_connection(process_group_backend, timeout_seconds)
+    check_switch("reshard_after_forward", reshard_after_forward)
+    check_choice("param_dtype", param_dtype, SHARD_DTYPES)
+    check_choice("reduce_dtype", reduce_dtype, SHARD_DTYPES)
+    check_switch("reduce_each", reduce_each)
+    check_switch("save_parts", save_parts)
+    world_size = Ranks.from_environment().world_size
+    check_tensor_parallel(tensor_parallel, world_size, batch, save_parts=save_parts)
+    if threads_of(batch) is not None:
+        raise UserError(
+            "strategy=fsdp2 adds gradients in rank order; set batch.exact_micro_size=null, or "
+            "strategy=ddp"
+        )
     if world_size == 1:
-        return single_device(accelerator)
+        return SingleDeviceStrategy()
     # Only here: it imports all of torch's DTensor.
     from lockstep_gpt.distributed.fsdp2 import build_fsdp2
 
-    return build_fsdp2(world_size, **settings)
+    return build_fsdp2(
+        world_size,
+        process_group_backend=process_group_backend,
+        timeout_seconds=timeout_seconds,
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        reduce_each=reduce_each,
+        tensor_parallel=tensor_parallel,
+        save_parts=save_parts,
+    )
 
 
-def single_device(accelerator: str, exact_threads: int | None = None) -> SingleDeviceStrategy:
-    """Return the strategy of one rank on `accelerator`: cpu, cuda, or mps."""
-    device = torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
-    return SingleDeviceStrategy(device, exact_threads=exact_threads)
+def threads_of(batch: Batch | None) -> int | None:
+    """Return with how many threads each rank adds gradients in one order; None: in any order."""
+    return batch.exact_threads if batch is not None and batch.is_exact else None
+
+
+def check_connection(backend: str | None, seconds: float) -> None:
+    """Raise a `UserError` unless these can be how ranks connect, and how long they wait."""
+    check_choice("process_group_backend", backend, BACKENDS)
+    check_number("timeout_seconds", seconds, above=0)
+
+
+def check_tensor_parallel(
+    parts: int, world_size: int, batch: Batch | None, *, save_parts: bool
+) -> None:
+    """Raise a `UserError` unless groups of `parts` ranks can split each matrix.
+
+    Args:
+        parts: how many ranks are a group.
+        world_size: all ranks.
+        batch: must count the same groups.
+        save_parts: whether each rank saves its own shards.
+    """
+    name = "tensor_parallel"
+    check_whole(name, parts, at_least=1)
+    check(name, parts, world_size % parts == 0, f"does not divide {counted(world_size, 'rank')}")
+    if batch is not None and batch.is_spread:
+        rule = f"does not fit batch.spread_over(..., tensor_parallel={batch.tensor_parallel})"
+        check(name, parts, parts == batch.tensor_parallel, rule)
+    rule = f"does not work with {name}={parts}; set one of them to its default"
+    check("save_parts", save_parts, parts == 1 or not save_parts, rule)

@@ -8,6 +8,7 @@ and in backward once before each (Shoeybi et al. 2019, "Megatron-LM", section 3)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep_gpt.batch import either
 from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks
 from lockstep_gpt.distributed.tensor_sums import narrowed, sum_gradients, sum_outputs
 from lockstep_gpt.distributed.vocabulary_loss import split_cross_entropy, split_logits
 from lockstep_gpt.model.functional import causal_attention, causal_shares, with_heads_of
+from lockstep_gpt.settings import check
+
+
+def refuse_unsplittable(model: Any, parts: int, device: torch.device) -> None:
+    """Raise a `UserError` for a model that so many ranks can't split as one device computes it.
+
+    Args:
+        model: has `blocks` with the layers that this module knows.
+        parts: the number of ranks.
+        device: where they compute.
+    """
+    setting = "strategy.tensor_parallel"
+    names = ("n_head", "padded_vocab_size", "blocks", "head", "dropout")
+    fits = all(hasattr(model, name) for name in names)
+    kind = type(model).__name__
+    check(setting, parts, fits, f"splits this project's GPTs, and no {kind}; set it to 1")
+    for name, layer in model.blocks.named_modules():
+        fits = not isinstance(layer, nn.Linear) or name.rpartition(".")[2] in LAYERS
+        rule = f"can't split {name}, a layer that only {kind} has; set it to 1"
+        check(setting, parts, fits, rule)
+    counts = {
+        f"model.{name}={count}": count
+        for name in ("n_head", "n_kv_head", "ngram_rows")
+        if (count := getattr(model, name, None)) is not None
+    }
+    counts[f"a vocabulary of {model.padded_vocab_size:,}"] = model.padded_vocab_size
+    largest = math.gcd(*counts.values())
+    possible = [size for size in range(1, largest + 1) if largest % size == 0]
+    for name, count in counts.items():
+        rule = f"does not divide {name}; use {either(possible)}"
+        check(setting, parts, count % parts == 0, rule)
+    # Kernels of GPUs draw attention's noise themselves, by the number of a head on its device.
+    dropout = model.dropout.p
+    rule = f"differs from one device's on GPUs with {setting}={parts}; set it to 0"
+    check("model.dropout", dropout, not dropout or device.type != "cuda", rule)
 
 
 def split_model(model: Any, ranks: TensorRanks) -> None:

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run import trust
+from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.data_settings import DataModuleConfig
 from lockstep_gpt.tokens.prepare import prepare
@@ -19,10 +23,6 @@ from lockstep_gpt.tokens.sources.files import find_files
 from lockstep_gpt.tokens.sources.source import Block, Position
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import trust
-from lockstep_gpt.run.checkpoint import read_checkpoint
-from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.trained_model import (
     config_of,
     model_of,
@@ -33,9 +33,9 @@ from lockstep_gpt.training.trained_model import (
 if TYPE_CHECKING:
     import torch
 
+    from lockstep_gpt.model.language_model import LanguageModel
     from lockstep_gpt.tokens.datamodule import TokenDataModule
     from lockstep_gpt.tokens.windows import Batch as Pair
-    from lockstep_gpt.model.language_model import LanguageModel
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
 SAMPLES = 32  # of the GPT at a time
@@ -148,10 +148,10 @@ def evaluate(
     Raises:
         UserError: the data can't be prepared, or it has no such split.
     """
-    from lockstep_gpt.tokens.datamodule import TokenDataModule
     from lockstep_gpt.inference.held_out import measured
-    from lockstep_gpt.training.batches import build_data
     from lockstep_gpt.module import GPTModule
+    from lockstep_gpt.tokens.datamodule import TokenDataModule
+    from lockstep_gpt.training.batches import build_data
     from lockstep_gpt.training.optim_settings import optimizer_of
 
     if not isinstance(config.data, DataModuleConfig):

@@ -10,19 +10,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank
 from lockstep_gpt.distributed.strategies import auto
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
+from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.training import rank_output
 from lockstep_gpt.training.building import counted_targets
 
 # Lightning also says that callbacks of training are absent.
 NOISE = [*rank_output.NOISE, r".*callbacks used to create the checkpoint.*"]
-LONGEST_WAIT = 1800.0  # seconds for another rank
 
 
 def measured(
@@ -130,13 +129,7 @@ def trainer_for(
         accelerator=accelerator,
         devices=ranks.local_world_size,
         num_nodes=ranks.num_nodes,
-        strategy=auto(
-            accelerator=accelerator,
-            world_size=ranks.world_size,
-            process_group_backend=None,
-            timeout_seconds=LONGEST_WAIT,
-            comm_hook="none",
-        ),
+        strategy=auto(),
         precision="64-true" if is_double else "32-true",
         callbacks=callbacks,
         plugins=plugins,

@@ -29,6 +29,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.signatures import signature_of
 from lockstep_gpt.run.directory import OUTPUT_DIR, RunDirectory, flat
+from lockstep_gpt.settings import check
 from lockstep_gpt.whole_files import replace_text
 
 # Later versions warn about the name of 1.3.
@@ -156,10 +157,46 @@ def with_arguments(source: Source, words: list[str]) -> list[str]:
     return [f"++{word}" if _is_unlisted(word, values, known) else word for word in words]
 
 
+def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any]) -> None:
+    """Raise a `UserError` for a value of another kind than the one in the YAML files.
+
+    Arguments of classes are left out: their signatures know more.
+
+    Args:
+        source: what Hydra configures.
+        words: of the command line.
+        values: that they have composed.
+    """
+    usual = composition(source, choices_among(source, words)) or {}
+    for name, value in values.items():
+        default = usual.get(name)
+        if isinstance(default, dict) and isinstance(value, dict) and "_target_" not in default:
+            for inner, number in value.items():
+                _refuse_other_kind(f"{name}.{inner}", number, default.get(inner), is_inner=True)
+        else:
+            _refuse_other_kind(name, value, default)
+
+
+def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = False) -> None:
+    if value is None or default is None or type(value) is type(default) or default == "???":
+        return
+    if isinstance(value, str) and "${" in value:
+        return
+    if isinstance(default, bool):
+        check(name, value, isinstance(value, bool), "must be true or false")
+    elif isinstance(default, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_whole = isinstance(default, int) and not is_inner
+        check(name, value, not is_whole, "must be a whole number")
+        check(name, value, is_number, "must be a number")
+    elif isinstance(default, dict):
+        check(name, value, isinstance(value, dict), f"is a group; set {name}.NAME, or null")
+
+
 def choices_among(source: Source, words: list[str]) -> list[str]:
     """Return the words that choose a file of a group."""
     folder = _folder_of(source)
-    names = {word: word.partition("=")[0].lstrip("+") for word in words if "=" in word}
+    names = {word: re.split("[=@]", word)[0].lstrip("+") for word in words if "=" in word}
     return [word for word, name in names.items() if name and (folder / name).is_dir()]
 
 
@@ -245,8 +282,14 @@ def known_settings(source: Source, words: list[str]) -> list[str]:
     values = composition(source, words)
     if values is None:
         return []
+    names = [name for name, _ in flat(values)]
+    targets = [name for name in names if name.endswith("._target_")]
+    for name in targets:
+        parent = name.removesuffix("._target_")
+        signature = signature_of(str(OmegaConf.select(OmegaConf.create(values), name)))
+        names += [f"{parent}.{argument}" for argument in (signature.named if signature else ())]
     groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
-    return [*groups, *(name for name, _ in flat(values))]
+    return [*groups, *dict.fromkeys(names)]
 
 
 def composition(source: Source, words: list[str]) -> dict[str, Any] | None:

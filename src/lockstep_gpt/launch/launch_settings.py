@@ -15,7 +15,6 @@ class LaunchSettings(Checked):
     """How the ranks start and end."""
 
     node: ClassVar[str] = "launch"
-    on_resume: ClassVar[str] = "machine"
     inline: bool = setting("run the only rank in the parent process, for a debugger", False)
     keep_memory: bool = setting(
         "keep freed memory for the next step: faster on CPUs, more memory", True

@@ -141,7 +141,7 @@ class Program:
             stop_signals.end_at_once()  # until there is something to save
         else:
             stop_signals.install(has_keyboard=True).interrupt()
-        jobs = Jobs(self, words)
+        jobs = Jobs(partial(run_job, self, words), words)
         composed.call(self.source, composed.for_hydra(words), jobs.run)
         if len(jobs.results) > 1:
             print(jobs.table())
@@ -152,12 +152,14 @@ class Jobs:
     """The jobs of one command: one, or those of a sweep.
 
     Args:
-        program: what they run.
+        run_job: runs one with its configuration; returns its exit status and its value.
         words: of the command line, which all of them have.
     """
 
-    def __init__(self, program: Program, words: Sequence[str]) -> None:
-        self.program = program
+    def __init__(
+        self, run_job: Callable[[DictConfig], tuple[int, Any]], words: Sequence[str]
+    ) -> None:
+        self.run_job = run_job
         self.words = words
         self.results: list[tuple[str, int, Any]] = []  # overrides, exit status, value
 
@@ -183,7 +185,7 @@ class Jobs:
         value: Any = math.nan
         try:
             with refusing_long_names():
-                status, value = run_job(self.program, config)
+                status, value = self.run_job(config)
         except (UserError, RunError) as error:
             processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
@@ -203,9 +205,16 @@ class Jobs:
         return "\n".join(lines)
 
 
-def run_job(program: Program, config: DictConfig) -> tuple[int, Any]:
-    """Run a program with one configuration; return its exit status and its function's value."""
+def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple[int, Any]:
+    """Run a program with one configuration; return its exit status and its function's value.
+
+    Args:
+        program: what runs.
+        words: of the command line.
+        config: that they have composed.
+    """
     values = composed.values_to_freeze(config)
+    composed.refuse_other_kinds(program.source, [*words], values)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
     is_new = values.get("run_dir") is None and composed.is_named_after_time()

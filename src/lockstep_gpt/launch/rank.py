@@ -42,6 +42,7 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
         try:
             _restore_hydra(directory, ranks)
             run = _run_of(directory, values, ranks)
+            run.terminal = terminal
             run.join(**_connection(values), store=store)
             config = frozen_config(directory)
             arguments = [config, run] if takes_run(function) else [config]

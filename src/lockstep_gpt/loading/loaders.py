@@ -25,12 +25,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import worker_processes
 from lockstep_gpt.loading.data_place import DataPlace, data_place
 from lockstep_gpt.loading.feeding import Feed, groups_of
 from lockstep_gpt.loading.order import Order, Places, RankOrder, Shuffled, eval_parts
 from lockstep_gpt.loading.reading import BatchReader, Collate, Pad
-from lockstep_gpt.errors import UserError
 
 Workers = int | Literal["thread"]
 
@@ -70,7 +70,7 @@ class TrainLoader(Iterable[Any]):
 
     def samples_seen(self, step: int) -> int:
         """Return how many samples all ranks together have seen up to optimizer step `step`."""
-        return self._saved["samples"] + (step - self._saved["step"]) * self._samples_per_step()
+        return self._saved["samples"] + (step - self._saved["step"]) * self.samples_per_step
 
     def _position(self, step: int) -> int:
         """Return the position at which the samples of the update after `step` begin.
@@ -80,9 +80,11 @@ class TrainLoader(Iterable[Any]):
         if not getattr(self.trainer, "overfit_batches", 0):  # its class doesn't declare it
             return self.samples_seen(step)
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
-        return step % steps * self._samples_per_step()
+        return step % steps * self.samples_per_step
 
-    def _samples_per_step(self) -> int:
+    @property
+    def samples_per_step(self) -> int:
+        """The samples of an optimizer step over all ranks."""
         micro_batches = data_place(self.trainer).size * self.trainer.accumulate_grad_batches
         return self.micro_size * micro_batches
 
@@ -93,7 +95,7 @@ class TrainLoader(Iterable[Any]):
         """
         if self.size is None:
             raise TypeError("a loader without epochs has no length")
-        steps = max(1, self.size // self._samples_per_step())
+        steps = max(1, self.size // self.samples_per_step)
         return steps * self.trainer.accumulate_grad_batches
 
     def __iter__(self) -> Iterator[Any]:

@@ -15,9 +15,9 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep_gpt.damaged_files import absence_of, readable
 from lockstep_gpt.errors import RunError, UserError, remedy_of_limit
@@ -46,6 +46,7 @@ from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -250,6 +251,20 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     if path.is_file():
         return path
     return _newest_of(path).path
+
+
+def with_newest(source: Path, read: Callable[[Path], Result]) -> Result:
+    """Return what `read` makes of the checkpoint at `source`, or of that run's newest.
+
+    A run that is training may replace its newest checkpoint before it is read; then, the next is.
+    """
+    while True:
+        checkpoint = find_checkpoint(source)
+        try:
+            return read(checkpoint)
+        except (UserError, FileNotFoundError):
+            if checkpoint.exists():
+                raise
 
 
 def find_verified(path: Path, folder: Path | None = None) -> VerifiedCheckpoint:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.damaged_files import read_object, readable
@@ -33,6 +33,7 @@ SUMMARY_TYPES: dict[str, Any] = {
     "val_loss": int | float | None,
     "monitored_value": int | float | None,
 }
+PLAIN_REFERENCE = re.compile(r"\$\{[^${}:]+\}")  # to another setting, such as `${model.block_size}`
 # How a configuration refers to the directory of its run, with a name of Hydra's.
 OUTPUT_DIR = "${hydra:runtime.output_dir}"
 # What rank 0 decides for all ranks, and what may differ between machines.
@@ -270,6 +271,44 @@ def _placed(node: Any, path: str) -> Any:
     if isinstance(node, list):
         return [_placed(value, path) for value in node]
     return node.replace(OUTPUT_DIR, path) if isinstance(node, str) else node
+
+
+def settled(values: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values in which references to other settings are replaced by what they mean.
+
+    Nothing is called: a reference that would, such as to the environment, is a text in the result,
+    and so is one that leads nowhere. The values may be someone else's.
+    """
+    try:
+        return cast(dict[str, Any], _settled(OmegaConf.create(_without_calls(values))))
+    except RecursionError:
+        raise UserError("a setting refers to itself; correct it") from None
+
+
+def _settled(node: Any) -> Any:
+    if isinstance(node, ListConfig):
+        return [_settled_child(node, index) for index in range(len(node))]
+    if isinstance(node, DictConfig):
+        return {key: _settled_child(node, key) for key in node}
+    return node
+
+
+def _settled_child(parent: Any, key: Any) -> Any:
+    try:
+        return _settled(parent[key])
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[call-overload,index]
+
+
+def _without_calls(node: Any) -> Any:
+    """Escape references that call a function; those to other settings stay."""
+    if isinstance(node, dict):
+        return {name: _without_calls(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_without_calls(value) for value in node]
+    if isinstance(node, str) and "${" in PLAIN_REFERENCE.sub("", node):
+        return literal(node)
+    return node
 
 
 def literal(node: Any) -> Any:

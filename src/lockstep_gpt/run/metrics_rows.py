@@ -18,7 +18,7 @@ COLUMNS = {
     "train/loss": "train_loss",
     "val/loss": "val_loss",
     "val/perplexity": "val_perplexity",
-    "optim/lr": None,
+    "optim/lr": "lr",
     "optim/grad_norm": None,
     "optim/skipped": None,
     "throughput/tokens_per_second": None,

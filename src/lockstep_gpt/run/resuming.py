@@ -240,12 +240,9 @@ def fitting_of(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]
     return {name: weight for name, weight in saved.items() if shapes.get(name) == weight.shape}
 
 
-def refuse_lost_parts(where: str, checkpoint: dict[str, Any], counts_samples: bool) -> None:
+def refuse_lost_parts(where: str, checkpoint: dict[str, Any]) -> None:
     """Raise a `UserError` if the checkpoint `where` lacks what a run resumes from."""
-    needed = [*NEEDED_TO_RESUME]
-    if counts_samples:
-        needed.append("samples")
-    missing = [name for name in needed if name not in checkpoint]
+    missing = [name for name in NEEDED_TO_RESUME if name not in checkpoint]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}; {TAKE_ANOTHER}")
 
@@ -275,12 +272,10 @@ class RefuseUnfit(Callback):
 
     Args:
         compare: refuses other settings; None: any may differ.
-        counts_samples: whether the run needs the number of samples that it has seen.
     """
 
-    def __init__(self, compare: CompareSettings | None, counts_samples: bool = False) -> None:
+    def __init__(self, compare: CompareSettings | None) -> None:
         self.compare = compare
-        self.counts_samples = counts_samples
         self._module: torch.nn.Module | None = None
         self._places: dict[str, Any] = {}  # names of weights -> tensors of their whole shapes
 
@@ -293,7 +288,7 @@ class RefuseUnfit(Callback):
     def __call__(self, where: str, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if the checkpoint `where` doesn't fit; every rank must call this."""
         assert self._module is not None, "a Trainer sets up before it reads"
-        refuse_lost_parts(where, checkpoint, self.counts_samples)
+        refuse_lost_parts(where, checkpoint)
         if self.compare is not None:
             self.compare(where, checkpoint["config"])
         # Also those that `configure_model` has made since.
@@ -312,23 +307,6 @@ def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, An
             f"{where}: only {len(fitting)} of its {len(saved)} weights fit this model's "
             f"{len(places)}{more}; use the code that wrote it, or set resume_force=true"
         )
-
-
-def rescale_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:
-    """Set Lightning's counts of micro-batches to this run's, which depend on its devices.
-
-    Lightning restores them after the module's `on_load_checkpoint`, and decides by them where a
-    step ends, when to validate, and when to log. A run is one epoch, so its total is its current
-    count, too.
-
-    Args:
-        checkpoint: of any number of devices; changed in place.
-        trainer: of this run.
-    """
-    batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for scope in ("total", "current"):
-        progress[scope] = dict.fromkeys(progress[scope], batches)
 
 
 def align_batch_progress(checkpoint: dict[str, Any], trainer: Trainer) -> None:

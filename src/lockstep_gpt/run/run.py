@@ -7,12 +7,13 @@ import contextlib
 import logging
 import math
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 import torch
 from lightning import LightningModule, Trainer
@@ -43,6 +44,7 @@ from lockstep_gpt.run.kept import refuse_other_experiment
 from lockstep_gpt.run.loggers.chosen import chosen_loggers
 from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
 from lockstep_gpt.run.memory.files import KeptState
+from lockstep_gpt.run.memory.writer import KeepsStates
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import STEP
 from lockstep_gpt.run.resuming import (
@@ -52,7 +54,7 @@ from lockstep_gpt.run.resuming import (
     refuse_small_disk,
     state_to_resume,
 )
-from lockstep_gpt.settings import counted
+from lockstep_gpt.settings import check, counted
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -122,6 +124,7 @@ class Run:
         self.trainer: Trainer | None = None  # that trains, once it is known
         self.facts: dict[str, Any] = {}  # derived values, for `summary.json`
         self.next_commands: list[str] = []  # what the user may do with a finished run
+        self.terminal: TextIO = sys.stderr  # shows failures, also those of other ranks than 0
         self._checkpoints: Saves | None = None
         self._disk: AtomicCheckpointIO | None = None
         self._is_passing = False  # whether code needs a run that `lockstep.main` hasn't started
@@ -297,13 +300,20 @@ class Run:
         """
         self.trainer = trainer
         copy_to = self._checkpoints.copy_to if self._checkpoints else None
+        loses_error = getattr(trainer.strategy, "loses_error", False)
+        restarts = (self.config.get("launch") or {}).get("max_restarts", 0)
+        rule = "accumulates an error that no checkpoint has; set launch.max_restarts=0"
+        check("strategy.comm_hook", "powersgd", not (loses_error and restarts), rule)
+        memories = [part for part in _callbacks_of(trainer) if isinstance(part, KeepsStates)]
+        memory = next((part for part in memories if part.keeps_states(trainer)), None)
         self.resumed = state_to_resume(
             self.directory,
             self.resume,
             compare=self._compare,
-            in_memory=False,
+            in_memory=memory is not None,
+            writer=memory.writer_for(trainer) if memory else None,
             fetch_copy=partial(self._fetch_copy, copy_to),
-            loses_error=getattr(trainer.strategy, "loses_error", False),
+            loses_error=loses_error,
             timeout=self.timeout,
         )
         if self._disk is not None:
@@ -368,8 +378,11 @@ class Run:
     def finish(self, trainer: Trainer, metric: str) -> float:
         """Return the newest value of a logged metric, which a sweep compares; nan without one."""
         self.trainer = trainer
-        value = trainer.callback_metrics.get(metric)
-        return math.nan if value is None else float(value)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, Metrics):
+                values |= callback.row  # with all digits
+        return values.get(metric, math.nan)
 
     def conclude(self, status: str, value: Any = None, *, saved: bool = True) -> None:
         """Write `summary.json` on rank 0, end the runs of trackers, and print what is next.

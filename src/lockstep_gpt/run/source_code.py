@@ -10,13 +10,15 @@ from pathlib import Path
 from lockstep_gpt.run.directory import some_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
-COMPUTING = ("model", "training")  # folders of the package
+# Folders of the package, and its own files.
+COMPUTING = ("model/", "training/", "data.py", "gpt.py", "modern.py", "module.py", "optim.py")
 
 
 @cache
 def file_hashes() -> dict[str, str]:
     """Return 8 hex digits for the content of each file that computes a step, by its path."""
-    files = sorted(file for folder in COMPUTING for file in (PACKAGE / folder).rglob("*.py"))
+    paths = [PACKAGE / name for name in COMPUTING]
+    files = sorted(file for path in paths for file in [path, *path.rglob("*.py")] if file.is_file())
     return {
         file.relative_to(PACKAGE).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:8]
         for file in files
@@ -24,15 +26,15 @@ def file_hashes() -> dict[str, str]:
 
 
 def changes_since(
-    before: Mapping[str, str] | None, folders: Iterable[str] = COMPUTING
+    before: Mapping[str, str] | None, places: Iterable[str] = COMPUTING
 ) -> str | None:
-    """Name the files of a run in these folders that are different now or gone.
+    """Name the files of a run in these places that are different now or gone.
 
     A new file can compute nothing for the run unless one of these files changes, too.
 
     Args:
         before: the run's `file_hashes()`; None if an earlier version has kept none.
-        folders: some of `COMPUTING`.
+        places: some of `COMPUTING`.
 
     Returns:
         up to three names, and how many others there are; None if no file differs.
@@ -43,7 +45,6 @@ def changes_since(
     changed = [
         name
         for name in sorted(before)
-        if name.startswith(tuple(f"{folder}/" for folder in folders))
-        and before.get(name) != now.get(name)
+        if name.startswith(tuple(places)) and before.get(name) != now.get(name)
     ]
     return some_of(changed) if changed else None

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory, flat, some_of
+from lockstep_gpt.run.directory import RunDirectory, flat, settled, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
@@ -29,6 +29,8 @@ def own_folders() -> list[Path]:
 def foreign_settings(values: dict[str, Any], folders: Iterable[Path]) -> list[str]:
     """Return settings of targets that neither YAML files nor Lightning have, and references.
 
+    Those to other settings are replaced by what they mean.
+
     Args:
         values: a whole configuration.
         folders: of YAML files that are known.
@@ -36,10 +38,10 @@ def foreign_settings(values: dict[str, Any], folders: Iterable[Path]) -> list[st
     files = [path for folder in folders for path in folder.rglob("*.yaml")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     our_targets = re.findall(r"_target_: (\S+)", text)
-    settings = list(flat(values))
+    settings = list(flat(settled(values)))
     nodes = []  # prefixes of the settings to return
     for name, value in settings:
-        is_reference = re.search(r"\$\{[^}]*:|_target_", str(value))  # not to another setting
+        is_reference = re.search(r"\$\{|_target_", str(value))
         is_target = name.endswith("_target_")
         is_known = value in our_targets or re.fullmatch(PUBLIC, str(value))
         if is_reference or (is_target and not is_known):

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.encoding import BLOCKS, encode_corpus
 from lockstep_gpt.tokens.recipe import (
@@ -31,7 +32,6 @@ from lockstep_gpt.tokens.recipe import (
 from lockstep_gpt.tokens.shards import INDEX, Index
 from lockstep_gpt.tokens.sources.source import Position
 from lockstep_gpt.tokens.split_writer import SplitWriter
-from lockstep_gpt.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.processes import end_with_parent
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.sources.source import (
     Block,
@@ -25,8 +27,6 @@ from lockstep_gpt.tokens.sources.source import (
 )
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.processes import end_with_parent
 
 Result = TypeVar("Result")
 
@@ -65,7 +65,7 @@ def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator
                 path.unlink()
         except BrokenProcessPool as error:
             raise UserError(
-                f"data.num_proc={processes}: a process was killed, perhaps for lack of memory; "
+                f"data.source.num_proc={processes}: a process was killed, perhaps for lack of memory; "
                 "lower it"
             ) from error
 
@@ -82,8 +82,8 @@ def _make_pool(processes: int, folder: Path) -> ProcessPoolExecutor:
     except (OSError, NotImplementedError) as error:  # the latter: from a system without any
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"data.num_proc={processes} needs semaphores, which the system refuses ({reason}; on "
-            "Linux they are in /dev/shm); make /dev/shm writable, or set data.num_proc=1"
+            f"data.source.num_proc={processes} needs semaphores, which the system refuses ({reason}; on "
+            "Linux they are in /dev/shm); make /dev/shm writable, or set data.source.num_proc=1"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer of your own: a class in this package, which `data.tokenizer` names by its path.
+"""A tokenizer of your own: a class in this package, which `tokenizer` names by its path.
 
 `OwnTokenizer` in `tokenizer.py` says what it needs.
 """
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep_gpt.tokens.tokenizer import OwnTokenizer, Tokenizer
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.tokens.tokenizer import OwnTokenizer, Tokenizer
 
 ROOT = __package__.partition(".")[0]
 METHODS = ("train", "encode", "encode_documents", "decode", "to_dict")
@@ -55,7 +55,7 @@ def load_class(name: str) -> type[OwnTokenizer]:
     if lacking:
         raise UserError(
             f"tokenizer {name} lacks {', '.join(lacking)}; define what OwnTokenizer in "
-            f"{ROOT}/data/tokenizer.py describes"
+            f"{ROOT}/tokens/tokenizer.py describes"
         )
     return cast("type[OwnTokenizer]", named)
 

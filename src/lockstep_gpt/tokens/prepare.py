@@ -1,22 +1,26 @@
 """Turns a corpus into token files on disk, once; one process builds, others wait for it.
 
-It builds in a hidden sibling folder and renames that folder once it is complete and on disk.
+It builds in a hidden sibling folder and renames that folder once it is complete and on disk. Ranks
+that wait do so without a collective, so no limit of one ends a build that takes hours.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import logging
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, Protocol
 
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.tokens import build, shards
-from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.recipe import (
     BuildsItself,
     Recipe,
@@ -24,38 +28,122 @@ from lockstep_gpt.tokens.recipe import (
     folder_of,
     recipe_of,
 )
+from lockstep_gpt.tokens.sources.source import Source
 from lockstep_gpt.tokens.tokenizer import NumberTokenizer
-from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)
 
+DECIDED = "tokens"  # the name by which a run recalls the fingerprint of its tokens
+POLL_SECONDS = 0.02
 
-def prepare(config: DataConfig, verify: bool = False, tell: bool = False) -> Path:
-    """Return the folder with the token files of `config`; build it first if it doesn't exist.
+
+class Place(Protocol):
+    """Which of a machine's ranks this process is."""
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its machine."""
+
+
+class Run(Protocol):
+    """What decides once, for all of its ranks and later starts."""
+
+    ranks: Any  # a `Place`
+
+    def recall(self, name: str) -> Any:
+        """Return what was decided under this name; None: nothing yet."""
+
+    def remember(self, name: str, value: Any) -> None:
+        """Decide on rank 0; do nothing on others."""
+
+
+def prepare_once(source: Source, run: Run | None) -> Path:
+    """Return the folder with a source's token files, as one rank of a run.
+
+    The first start of a run decides its tokens; later ones don't look at the corpus, unless the
+    folder is missing. One rank of each machine prepares them, and the others wait for the folder.
+
+    Args:
+        source: what to prepare.
+        run: of this rank; None: nobody knows of other processes, so each calls `prepare`.
+
+    Raises:
+        UserError: as in `prepare`, or machines see different corpora.
+    """
+    if run is None:
+        return prepare(source)
+    place: Place = run.ranks
+    if place.local_rank == 0:
+        folder = prepare(replace(source, fingerprint=source.fingerprint or _decided(run, source)))
+        fingerprint = shards.load_index(folder).fingerprint
+        run.remember(DECIDED, {"source": _digest(source), "fingerprint": fingerprint})
+        _refuse_other_corpus(folder, fingerprint, _awaited(run, source))
+        return folder
+    source = replace(source, fingerprint=source.fingerprint or _awaited(run, source))
+    while not folder_of(source).is_dir():
+        time.sleep(POLL_SECONDS)
+    return opened(source)
+
+
+def _decided(run: Run, source: Source) -> str | None:
+    """Return the fingerprint that the run has decided for these settings; None: not yet."""
+    decided = run.recall(DECIDED)
+    if decided is None or decided["source"] != _digest(source):
+        return None
+    return str(decided["fingerprint"])
+
+
+def _awaited(run: Run, source: Source) -> str:
+    """Return the fingerprint that rank 0 decides."""
+    fingerprint = _decided(run, source)
+    while fingerprint is None:
+        time.sleep(POLL_SECONDS)
+        fingerprint = _decided(run, source)
+    return fingerprint
+
+
+def _digest(source: Source) -> str:
+    """Return what changes with any setting of a source, except where its tokens are."""
+    settings = asdict(replace(source, root="", fingerprint=None))
+    values = json.dumps([source.kind, settings], default=lambda value: type(value).__qualname__)
+    return hashlib.sha256(values.encode()).hexdigest()
+
+
+def _refuse_other_corpus(folder: Path, fingerprint: str, decided: str) -> None:
+    """Raise a `UserError` if the first machine has decided other tokens."""
+    if decided != fingerprint:
+        raise UserError(
+            f"{folder} has other tokens than the first machine's: its corpus differs; let all "
+            "machines see the same files"
+        )
+
+
+def prepare(source: Source, verify: bool = False, tell: bool = False) -> Path:
+    """Return the folder with a source's token files; build it first if it doesn't exist.
 
     Checks the sizes of a finished folder's files and, with `verify`, their content. Doesn't open
-    the corpus if `data.fingerprint` names an existing folder. With `tell`, also logs that it has
-    found a folder. Raises a `UserError` for anything that cannot be read, written, or trusted.
+    the corpus if the source's fingerprint names an existing folder. With `tell`, also logs that it
+    has found a folder. Raises a `UserError` for anything that cannot be read, written, or trusted.
     """
     started = time.perf_counter()
     is_new = False
-    is_fixed = config.fingerprint is not None
-    if config.fingerprint is None or not folder_of(config).is_dir():
-        recipe = _recipe_of(config)
-        config = replace(config, fingerprint=recipe.fingerprint)
+    is_fixed = source.fingerprint is not None
+    if source.fingerprint is None or not folder_of(source).is_dir():
+        recipe = _recipe_of(source)
+        source = replace(source, fingerprint=recipe.fingerprint)
         try:
             is_new = not recipe.folder.is_dir() and _build(recipe)
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             kind = RunError if is_full else UserError
             raise kind(
-                f"data.root={config.root} cannot be written ({error.strerror}); set data.root to a "
+                f"data.root={source.root} cannot be written ({error.strerror}); set data.root to a "
                 "folder that you may write, on a disk with space"
             ) from error
-    folder = opened(config)
+    folder = opened(source)
     if not is_fixed:
-        _refuse_other_vocabulary(config, folder)
+        _refuse_other_vocabulary(source, folder)
     if is_new or verify or tell:
         index = shards.load_index(folder)
         if verify:
@@ -66,60 +154,48 @@ def prepare(config: DataConfig, verify: bool = False, tell: bool = False) -> Pat
     return folder
 
 
-def refuse_other_tokens(config: DataConfig, place: str, run: Path) -> None:
-    """Raise a `UserError` if `place`, a setting that a resume changes, has other text than the run.
-
-    `prepare` doesn't look there if the run's tokens exist.
-    """
-    if recipe_of(config).fingerprint != config.fingerprint:
-        raise UserError(
-            f"{place} has other text than {folder_of(config)}, on which the run trains; leave it "
-            f"out, or start a new run with its weights: resume={run} resume_force=true"
-        )
-
-
-def _recipe_of(config: DataConfig) -> Recipe:
-    """Return the recipe of `config`; it must give the tokens that `data.fingerprint` names."""
-    if config.fingerprint is None:
-        return recipe_of(config)
-    folder = folder_of(config)
+def _recipe_of(source: Source) -> Recipe:
+    """Return the recipe of `source`; it must give the tokens that `data.fingerprint` names."""
+    if source.fingerprint is None:
+        return recipe_of(source)
+    folder = folder_of(source)
     remedy = "put the folder back, or start a new run with data.fingerprint=null"
     if not folder.is_absolute():
         remedy = f"change to the directory in which the run was trained, {remedy}"
     try:
-        recipe = recipe_of(config)
+        recipe = recipe_of(source)
     except UserError as error:
         raise UserError(
             f"{folder} is missing, and cannot be prepared again ({error}); {remedy}"
         ) from error
-    if config.fingerprint != recipe.fingerprint:
+    if source.fingerprint != recipe.fingerprint:
         raise UserError(f"{folder} is missing, and the corpus now gives other tokens; {remedy}")
     return recipe
 
 
-def _refuse_other_vocabulary(config: DataConfig, folder: Path) -> None:
+def _refuse_other_vocabulary(source: Source, folder: Path) -> None:
     """Raise a `UserError` if `folder` has the same numbers, but for a vocabulary of another size.
 
     The size isn't part of what a fingerprint is made of for tokens that are numbers already.
     """
     tokenizer = shards.load_index(folder).tokenizer
-    wanted = getattr(config, "vocab_size", None)
+    wanted = getattr(source, "vocab_size", None)
     if tokenizer["kind"] != NumberTokenizer.kind or wanted is None:
         return
     if tokenizer["vocab_size"] != wanted:
         size = tokenizer["vocab_size"]
         raise UserError(
-            f"data.vocab_size={wanted}: {folder} was prepared with {size}; set "
-            f"data.vocab_size={size}, or delete the folder to prepare it again"
+            f"data.source.vocab_size={wanted}: {folder} was prepared with {size}; set "
+            f"data.source.vocab_size={size}, or delete the folder to prepare it again"
         )
 
 
-def opened(config: DataConfig) -> Path:
-    """Return the folder of `config`; raise a `UserError` if it is damaged or has other tokens."""
-    folder = folder_of(config)
+def opened(source: Source) -> Path:
+    """Return the folder of `source`; raise a `UserError` if it is damaged or has other tokens."""
+    folder = folder_of(source)
     index = shards.load_index(folder)
     shards.check_sizes(folder, index)
-    if index.fingerprint != config.fingerprint:
+    if index.fingerprint != source.fingerprint:
         raise UserError(f"{folder} was prepared from other data; delete it and prepare it again")
     return folder
 

@@ -10,9 +10,9 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.byte_pairs import byte_characters, byte_level
 from lockstep_gpt.tokens.tokenizer import END_OF_TEXT
-from lockstep_gpt.errors import UserError
 
 SIZE = 50_256  # of GPT-2, whose end of text has the next id
 
@@ -30,7 +30,7 @@ def from_ranks(path: Path) -> Any:
     ranks = _ranks(path)
     if len(ranks) != SIZE or [*ranks.values()] != [*range(SIZE)]:
         raise UserError(
-            f"data.tokenizer={path} has {len(ranks):,} tokens; only GPT-2's .tiktoken file "
+            f"tokenizer={path} has {len(ranks):,} tokens; only GPT-2's .tiktoken file "
             f"({SIZE:,} tokens) can be read; give this tokenizer's tokenizer.json"
         )
     characters = byte_characters()

@@ -12,19 +12,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import counted
 from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.shards import Index
 from lockstep_gpt.tokens.sources.file_documents import ENDS
 from lockstep_gpt.tokens.sources.source import SPLITS, Source
 from lockstep_gpt.tokens.split_writer import SplitWriter
 from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import counted
 
-# Left out of the settings' digest: the tokenizer's identity replaces the first three; the others
-# are a result, and the class, whose `kind` stays when it moves.
-APART = {"tokenizer", "vocab_size", "tokenizer_mb", "fingerprint", "_target_"}
+# Left out of the settings' digest: the tokenizer's identity replaces them.
+APART = {"tokenizer", "vocab_size", "tokenizer_mb"}
 # What 0.1.0 without its extra `sources` fingerprinted of its two sources; the rest was fixed.
 FORMER = ("source", "val_fraction")
 FIXED = {"shard_mb": 256, "invalid_utf8": "replace", "documents": "file"}
@@ -62,38 +60,28 @@ class BuildsItself(Protocol):
         """Write the token files and their index into `folder`, which may have leftovers."""
 
 
-def recipe_of(config: DataConfig) -> Recipe:
-    """Look at the corpus of `config` and digest what decides its tokens, or raise a `UserError`."""
-    source = source_of(config)
-    settings = _settings(source)
+def recipe_of(source: Source) -> Recipe:
+    """Look at a source's corpus and digest what decides its tokens, or raise a `UserError`."""
+    source = replace(source)  # takes a new look at its files
+    settings = settings_of(source)
     parts = {"source": source.identity(), "tokenizer": source.tokenizer_identity()}
     digests = {name: _digest(part) for name, part in parts.items()}
     recipe = Recipe(source, settings, {**digests, "settings": _digest(settings)})
     former = _former_settings(settings)
     if former is not None:
         earlier = Recipe(source, settings, {**digests, "settings": _digest(former)})
-        if config.fingerprint == earlier.fingerprint:
+        if source.fingerprint == earlier.fingerprint:
             return earlier
-        if config.fingerprint is None and not recipe.folder.is_dir() and earlier.folder.is_dir():
+        if source.fingerprint is None and not recipe.folder.is_dir() and earlier.folder.is_dir():
             return earlier
     return recipe
 
 
-def source_of(config: DataConfig) -> Source:
-    """Return the source of `config`, which takes a new look at its files."""
-    if not isinstance(config, Source):
-        raise UserError(
-            f"data._target_={config._target_} makes its own batches, so there are no prepared "
-            "tokens; give a text with `evaluate RUN --data PATH`"
-        )
-    return replace(config)
-
-
-def _settings(source: Source) -> dict[str, Any]:
+def settings_of(source: Source) -> dict[str, Any]:
     """Return the settings that decide tokens or files."""
     defaults = {item.name: item.default for item in fields(source)}
     settings: dict[str, Any] = {"source": source.kind}
-    for name in source.names("kept"):
+    for name in source.deciding():
         value = getattr(source, name)
         is_unused = name in source.added_later and value == defaults[name]
         if name not in APART and not is_unused:
@@ -110,10 +98,10 @@ def _former_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def folder_of(config: DataConfig) -> Path:
-    """Return the folder of the tokens that `data.fingerprint` names."""
-    assert config.fingerprint is not None, "decided before there are ranks"
-    return Path(config.root).expanduser() / f"{config.kind}-{config.fingerprint[:8]}"
+def folder_of(source: Source) -> Path:
+    """Return the folder of the tokens that a source's fingerprint names."""
+    assert source.fingerprint is not None, "decided before"
+    return Path(source.root).expanduser() / f"{source.kind}-{source.fingerprint[:8]}"
 
 
 def _digest(values: Any) -> str:
@@ -163,7 +151,7 @@ def refuse_empty_splits(recipe: Recipe, writers: Mapping[str, SplitWriter]) -> N
             remedy = "lower it"
         fraction = getattr(source, f"{held_out}_fraction")
         raise UserError(
-            f"data.{held_out}_fraction={fraction} leaves no tokens for the {name} split of "
+            f"data.source.{held_out}_fraction={fraction} leaves no tokens for the {name} split of "
             f"{source.kind}; {remedy}"
         )
 
@@ -180,7 +168,7 @@ def describe(folder: Path, index: Index) -> str:
         text = f": {counted(count, 'document')}"
         if index.invalid_documents:
             policy = index.settings.get("invalid_utf8", "replace")
-            rule = f"data.invalid_utf8={policy}; fail says where"
+            rule = f"data.source.invalid_utf8={policy}; fail says where"
             text += f" ({index.invalid_documents} not UTF-8: {rule})"
         size = sum(split.text_bytes for split in index.splits.values()) / 1e6
         if size:  # unknown of tokens made elsewhere

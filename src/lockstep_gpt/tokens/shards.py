@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.mapped_files import map_files
 from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
-from lockstep_gpt.errors import UserError
 
 FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"
@@ -69,7 +69,9 @@ class Index:
 
     def test_settings(self) -> str:
         """Name the settings that give the data a split for tests."""
-        place = "data" if "" in self.parts("train") else "data.sources.NAME"
+        place = "data.source"
+        if "" not in self.parts("train"):
+            place += ".sources.NAME"
         return f"{place}.test_fraction or {place}.test_path"
 
     def windows(self, split: str, block_size: int) -> int:
@@ -173,7 +175,7 @@ def check_block_size(index: Index, block_size: int) -> None:
             fraction = "test_fraction" if name.endswith("test") else "val_fraction"
             hint = ""
             if fraction in index.settings:
-                hint = f" (data.{fraction}={index.settings[fraction]})"
+                hint = f" (data.source.{fraction}={index.settings[fraction]})"
             raise UserError(
                 f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
                 f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"

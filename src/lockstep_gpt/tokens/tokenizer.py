@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 class OwnTokenizer(Tokenizer, Protocol):
-    """What a tokenizer of your own needs: `data.tokenizer` names its class.
+    """What a tokenizer of your own needs: `tokenizer` names its class.
 
     The `kind` in the values of `to_dict` is the class's path, such as
     `lockstep_gpt.tokens.characters.Characters`.
@@ -66,7 +66,7 @@ class OwnTokenizer(Tokenizer, Protocol):
 
         Args:
             texts: the beginning of the training documents.
-            vocab_size: the setting `data.vocab_size`; None if the user leaves it to the class.
+            vocab_size: the setting `data.source.vocab_size`; None if the user leaves it to the class.
         """
 
 

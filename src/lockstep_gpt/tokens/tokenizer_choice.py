@@ -1,4 +1,4 @@
-"""The tokenizer that `data.tokenizer` names, and the one that a run or a folder has kept."""
+"""The tokenizer that `tokenizer` names, and the one that a run or a folder has kept."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens import own_tokenizer
 from lockstep_gpt.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
 from lockstep_gpt.tokens.rank_files import from_ranks
@@ -17,7 +18,6 @@ from lockstep_gpt.tokens.tokenizer import (
     Tokenizer,
 )
 from lockstep_gpt.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
-from lockstep_gpt.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this r
 
 
 def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names; `bpe` and your own train on `texts`.
+    """Return the tokenizer that `tokenizer` names; `bpe` and your own train on `texts`.
 
     Raises:
         UserError: it can't be found or loaded, or isn't byte-level.
@@ -41,9 +41,9 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
         learned = tokenizer.get_vocab_size()
         if learned < vocab_size:
             logger.warning(
-                "data.vocab_size=%d is more than this corpus gives: no pair of tokens is left to "
+                "data.source.vocab_size=%d is more than this corpus gives: no pair of tokens is left to "
                 "join after %d, so the model's vocabulary is %d; add text, or raise "
-                "data.tokenizer_mb",
+                "data.source.tokenizer_mb",
                 *(vocab_size, learned, learned),
             )
     else:
@@ -59,7 +59,7 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
         raise _unloadable(name, error) from error
     if not ends or not restores:
         raise UserError(
-            f"data.tokenizer={name} lacks {END_OF_TEXT} or does not restore every text; use "
+            f"tokenizer={name} lacks {END_OF_TEXT} or does not restore every text; use "
             "a byte-level one, such as GPT-2's"
         )
     return result
@@ -76,14 +76,14 @@ def of_size(name: str, vocab_size: int) -> Tokenizer:
     tokenizer = make_tokenizer(name, None, ())
     if tokenizer.vocab_size != vocab_size:
         raise UserError(
-            f"data.vocab_size={vocab_size} is not that of data.tokenizer={name}; set "
-            f"data.vocab_size={tokenizer.vocab_size}"
+            f"data.source.vocab_size={vocab_size} is not that of data.source.tokenizer={name}; set "
+            f"data.source.vocab_size={tokenizer.vocab_size}"
         )
     return tokenizer
 
 
 def names_class(name: str) -> bool:
-    """Return whether `data.tokenizer` names a class, not a file."""
+    """Return whether `tokenizer` names a class, not a file."""
     return own_tokenizer.is_class_path(name) and not tokenizer_files(name)
 
 
@@ -109,7 +109,7 @@ def _unloadable(name: str, error: Exception) -> UserError:
     file = next((path.name for path in tokenizer_files(name)), "its files")
     reason = " ".join(str(error).split())
     return UserError(
-        f"data.tokenizer={name} cannot be loaded ({reason}); copy {file} again, or "
+        f"tokenizer={name} cannot be loaded ({reason}); copy {file} again, or "
         "give bytes, bpe, gpt2, a tokenizer.json, a folder with one or with vocab.json and "
         "merges.txt, or a name on the hub"
     )

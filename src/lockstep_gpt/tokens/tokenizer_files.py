@@ -25,7 +25,7 @@ PATIENCE = 10.0  # seconds to wait for a hub's first answer
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """Return the files on this machine that `data.tokenizer` names, if any, without a hub's."""
+    """Return the files on this machine that `tokenizer` names, if any, without a hub's."""
     path = Path(name).expanduser()
     for names in ((), *FORMS, PAIR):
         files = [path / file for file in names] or [path]
@@ -45,10 +45,10 @@ def hub_files(name: str) -> list[Path]:
     """
     _refuse_path(name)
     if name in ("char", "chars", "character", "characters"):
-        raise UserError(f"data.tokenizer={name} is not here; set data.tokenizer=bytes, the nearest")
+        raise UserError(f"tokenizer={name} is not here; set tokenizer=bytes, the nearest")
     near = get_close_matches(name.lower(), ("bytes", "bpe", "gpt2"), n=1, cutoff=0.85)
     if near and name not in GPT2:
-        raise UserError(f"data.tokenizer={name} does not exist; did you mean {near[0]}?")
+        raise UserError(f"tokenizer={name} does not exist; did you mean {near[0]}?")
     repository = name
     repositories: tuple[str, ...] = (name,)
     if name in GPT2:
@@ -64,7 +64,7 @@ def hub_files(name: str) -> list[Path]:
         reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
         unknown = "" if name in GPT2 else "not bytes, bpe, or gpt2, "
         raise UserError(
-            f"data.tokenizer={name} is {unknown}not on this machine, and not to be had from the "
+            f"tokenizer={name} is {unknown}not on this machine, and not to be had from the "
             f"hub ({reason}); {_remedy(name)}"
         ) from error
 
@@ -83,13 +83,13 @@ def _refuse_path(name: str) -> None:
     """Raise a `UserError` if a name is that of a local place."""
     if Path(name).expanduser().is_dir() and name not in GPT2:
         raise UserError(
-            f"data.tokenizer={name} is a folder without a tokenizer: it needs tokenizer.json, or "
+            f"tokenizer={name} is a folder without a tokenizer: it needs tokenizer.json, or "
             f"vocab.json and merges.txt, or one *{RANKS}; save_pretrained('{name}') of "
             "transformers writes it"
         )
     if not ON_HUB.fullmatch(name) or name.endswith((".json", RANKS)):
         raise UserError(
-            f"data.tokenizer={name} does not exist; give bytes, bpe, gpt2, the path of a "
+            f"tokenizer={name} does not exist; give bytes, bpe, gpt2, the path of a "
             "tokenizer.json or of its folder, or a name on the hub"
         )
 
@@ -100,7 +100,7 @@ def _remedy(name: str) -> str:
         return f"run: {install_command('gpt2')}, or give a folder with its tokenizer.json"
     return (
         f"where there is a network, run: hf download {name} tokenizer.json --local-dir tokenizer; "
-        "then set data.tokenizer=tokenizer"
+        "then set tokenizer=tokenizer"
     )
 
 

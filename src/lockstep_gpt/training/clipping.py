@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lockstep_gpt.distributed.strategies import ModelLayout, layout_of
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.settings import check, check_number, check_whole
 from lockstep_gpt.torch_patches import let_others_unscale
 
 
@@ -22,20 +23,35 @@ class ClipAndSkip(StepCallback):
     scaler itself skips updates, and halves its scale, until none overflows. Such updates count only
     at a scale of 1 or less: the gradient itself is at fault.
 
-    List it after callbacks that change gradients.
+    After an update, it frees the gradients, so that no forward pass needs memory for them:
+    Lightning keeps them until the next backward. List it after callbacks that change or read them.
 
     Args:
         max_norm: of all gradients together; None: they are only measured.
         max_skipped: how many updates of the whole run may be skipped, before a `RunError` ends it.
+
+    Raises:
+        UserError: an argument is out of range.
     """
 
     def __init__(self, max_norm: float | None = None, max_skipped: int = 0) -> None:
+        if max_norm is not None:
+            check_number("max_norm", max_norm, above=0)
+        check_whole("max_skipped", max_skipped, at_least=0)
         self.max_norm = max_norm
         self.max_skipped = max_skipped
         self.norm: Tensor | None = None  # of the last update, before clipping, on its device
         self.skipped = torch.zeros((), dtype=torch.int64)  # in the run so far, on the same device
         self._weights: dict[Optimizer, list[nn.Parameter]] = {}
         self._flagged: list[Any] = []  # optimizers that have been told to skip, or not to
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a Trainer that clips, too."""
+        super().setup(trainer, pl_module, stage)
+        value = trainer.gradient_clip_val
+        fits = value is None or self.max_norm is None
+        rule = "is a second limit next to clip_norm; set one of them to null"
+        check("trainer.gradient_clip_val", value, fits, rule)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the weights of each optimizer, in the order of the module."""
@@ -80,11 +96,16 @@ class ClipAndSkip(StepCallback):
                     weight.grad = None
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """End the run if it has skipped too many updates, as far as the host knows."""
+        """Free the gradients; end the run if the host knows of too many skipped updates.
+
+        DDP's buckets stay, where gradients may be.
+        """
         is_known = not self._flagged
         for optimizer in self._flagged:
             optimizer.found_inf = None
         self._flagged = []
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
         if is_known:
             self.refuse_broken(step)
 
@@ -108,7 +129,7 @@ class ClipAndSkip(StepCallback):
         if excess > 0:
             first = step - excess + 1  # all from this one on were skipped
             raise RunError(
-                f"step {first}: the gradient is not finite, and guard.max_skipped="
+                f"step {first}: the gradient is not finite, and max_skipped="
                 f"{self.max_skipped}; the weights are those of step {first - 1}; lower the "
                 "learning rate, or allow more"
             )
@@ -122,18 +143,6 @@ class ClipAndSkip(StepCallback):
         if not self.trains:
             return
         self.skipped.fill_(state_dict["skipped"])
-
-
-class FreeGradients(StepCallback):
-    """Frees the gradients after each update: no forward pass needs memory for them.
-
-    Lightning keeps them until the next backward. List it after callbacks that read them.
-    """
-
-    def on_step_end(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        """Free them; DDP's buckets stay, where they may be."""
-        for optimizer in trainer.optimizers:
-            optimizer.zero_grad()
 
 
 def is_asynchronous(device: torch.device) -> bool:

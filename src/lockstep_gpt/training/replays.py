@@ -14,10 +14,10 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
 from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.run.callbacks.arithmetic import processor_of
 from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
 from lockstep_gpt.torch_patches import shallow_copy

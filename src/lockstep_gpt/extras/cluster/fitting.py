@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from lockstep_gpt.batch import Batch
+from lockstep_gpt.batch import Batch, gradient_copies
 from lockstep_gpt.config import Config
 from lockstep_gpt.config_files import config_folder
-from lockstep_gpt.distributed.exact_sizes import gradient_copies, has_bucket_copies
+from lockstep_gpt.distributed.ddp import has_bucket_copies
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware

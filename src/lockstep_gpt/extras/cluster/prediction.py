@@ -8,10 +8,6 @@ from dataclasses import dataclass
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.data_settings import DataConfig
-from lockstep_gpt.tokens.recipe import recipe_of
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_files import GPT2, GPT2_SIZE
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
@@ -28,6 +24,10 @@ from lockstep_gpt.extras.cluster.tracing import AUTOCAST
 from lockstep_gpt.launch.checks import AUTO, DDP
 from lockstep_gpt.run.planned_pauses import saves_after, validations_after
 from lockstep_gpt.schedule import scaled_lr
+from lockstep_gpt.tokens.data_settings import DataConfig
+from lockstep_gpt.tokens.recipe import recipe_of
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.tokens.tokenizer_files import GPT2, GPT2_SIZE
 from lockstep_gpt.training.orthogonalization import flops_of
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)

@@ -10,9 +10,6 @@ from typing import Any
 from lightning import Callback
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.mixture import Mixture
@@ -28,6 +25,9 @@ from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.means import Entry, Mean, exact_mean, replace_mean
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.training.receipt import times
 
 logger = logging.getLogger(__name__)

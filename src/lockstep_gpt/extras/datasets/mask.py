@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention import (
     DocumentBounds,
@@ -21,6 +20,7 @@ from lockstep_gpt.extras.datasets.attention import (
     uses_blocks,
 )
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 
 
 class Documents:

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from lockstep_gpt.extras.datasets.turns import Phase, Turns
 from lockstep_gpt.loading.order import Positions, Shuffled
 from lockstep_gpt.loading.permutation import FEW, Words, feistel, round_keys
-from lockstep_gpt.extras.datasets.turns import Phase, Turns
 
 
 class MixedOrder:

@@ -14,6 +14,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.tokens import shards
 from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.prepare import prepare
@@ -23,8 +25,6 @@ from lockstep_gpt.tokens.sources.file_documents import ENDS
 from lockstep_gpt.tokens.sources.source import Source
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.whole_files import replace_text
 
 

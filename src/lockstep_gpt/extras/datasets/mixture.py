@@ -13,6 +13,12 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
+from lockstep_gpt.extras.datasets.mixing import PreparedSources
+from lockstep_gpt.extras.datasets.renamed import renamed
+from lockstep_gpt.extras.datasets.shares import phases
+from lockstep_gpt.settings import as_typed, check, setting
 from lockstep_gpt.tokens.data_settings import (
     DataConfig,
     DataModuleConfig,
@@ -22,12 +28,6 @@ from lockstep_gpt.tokens.data_settings import (
 from lockstep_gpt.tokens.recipe import Recipe
 from lockstep_gpt.tokens.sources.source import Position, Source, TokenBlock
 from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
-from lockstep_gpt.extras.datasets.mixing import PreparedSources
-from lockstep_gpt.extras.datasets.renamed import renamed
-from lockstep_gpt.extras.datasets.shares import phases
-from lockstep_gpt.settings import as_typed, check, setting
 
 NAME = r"[A-Za-z0-9_-]+"
 MOST = 255  # sources

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import Config, from_container
-from lockstep_gpt.tokens.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.run.directory import differences, some_of
+from lockstep_gpt.tokens.packing import packing_of
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
 TURNS = "turns"  # the key of a checkpoint of a mixture's run

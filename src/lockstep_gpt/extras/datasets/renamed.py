@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.tokens.data_settings import DataConfig
 
 
 @contextmanager

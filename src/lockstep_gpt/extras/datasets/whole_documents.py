@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.best_fit import (
     Numbers,
@@ -27,6 +24,9 @@ from lockstep_gpt.extras.datasets.best_fit import (
     windows_of,
 )
 from lockstep_gpt.settings import counted
+from lockstep_gpt.tokens import shards
+from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.whole_files import replacing, sync_folder
 
 if TYPE_CHECKING:

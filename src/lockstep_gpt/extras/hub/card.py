@@ -9,13 +9,15 @@ import yaml
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.damaged_files import read_informative_object
-from lockstep_gpt.tokens.data_settings import data_class
 from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.run.directory import settled
 from lockstep_gpt.run.loggers.tracking import git_state
+from lockstep_gpt.tokens.data_settings import data_class
 
-GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
+# Settings that determine the weights.
+GROUPS = ("model", "data", "optim", "schedule", "batch")
 MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export
-SINGLE = ("seed", "max_steps", "precision")
+SINGLE = ("seed", "max_steps", "precision", "clip_norm", "lr_scaling")
 
 
 def model_card(
@@ -29,9 +31,10 @@ def model_card(
         source: the checkpoint's file.
         code: the file that transformers needs to load it, if any.
     """
+    config = settled(content["config"])
     name = _name(source)
     trust = ", trust_remote_code=True" if code else ""
-    rows = "\n".join(f"| {fact} | {value} |" for fact, value in _facts(content, model, source))
+    rows = "\n".join(f"| {fact} | {value} |" for fact, value in _facts(content, config, model, source))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -59,7 +62,7 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=16)[0]))
 ## Settings
 
 ```yaml
-{_settings(content["config"])}```
+{_settings(config)}```
 """
 
 
@@ -71,7 +74,9 @@ def _name(source: Path) -> str:
     return folder.name
 
 
-def _facts(content: dict[str, Any], model: LanguageModel, source: Path) -> list[tuple[str, str]]:
+def _facts(
+    content: dict[str, Any], config: dict[str, Any], model: LanguageModel, source: Path
+) -> list[tuple[str, str]]:
     loss = _validation_loss(content)
     step = content.get("global_step")
     tokens = content.get("tokens")
@@ -80,7 +85,7 @@ def _facts(content: dict[str, Any], model: LanguageModel, source: Path) -> list[
     measured = f"{loss:.4f} nats per token" if loss is not None else "not measured"
     return [
         ("model", f"{size}, context of {model.block_size}"),
-        ("data", _data(content["config"]["data"])),
+        ("data", _data(config["data"])),
         ("tokens seen", seen),
         ("validation loss", measured),
         ("checkpoint", f"`{source.name}`"),
@@ -98,8 +103,10 @@ def _validation_loss(content: dict[str, Any]) -> float | None:
 
 
 def _data(settings: dict[str, Any]) -> str:
-    kind = data_class(settings.get("_target_", "")).kind
-    return ", ".join([kind, *(str(settings[n]) for n in ("path", "tokenizer") if settings.get(n))])
+    """Return the class of the source, and what it reads."""
+    source = settings.get("source") or settings
+    kind = str(source.get("_target_")).rpartition(".")[2]
+    return ", ".join([kind, *(str(source[n]) for n in ("path", "tokenizer") if source.get(n))])
 
 
 def _revision(source: Path) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 from lockstep_gpt.optional import import_optional
-from lockstep_gpt.run.checkpoint import read_checkpoint
-from lockstep_gpt.training.trained_model import load_model, parser_of, with_newest
+from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.trained_model import load_model, parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
     def export_checkpoint(source: Path) -> Path:
         target: Path = options.to or _next_to(source)
-        export(source, target, options.force)
+        export(source, target, options.force, options.trust)
         return target
 
     target = with_newest(options.source, export_checkpoint)
@@ -46,13 +46,14 @@ def _next_to(source: Path) -> Path:
     return run / "export"
 
 
-def export(source: Path, target: Path, force: bool = False) -> None:
+def export(source: Path, target: Path, force: bool = False, trusted: bool = False) -> None:
     """Export the checkpoint `source` to the folder `target`, completely or not at all.
 
     Args:
         source: a checkpoint's file.
         target: a folder that doesn't exist yet or is empty.
         force: replace an earlier export in `target`.
+        trusted: whether classes may be used that only the run's configuration names.
 
     Raises:
         UserError: `target` contains something else, or transformers can't load such a model or
@@ -63,7 +64,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
 
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
-    model, _, tokenizer = load_model(source)
+    model, _, tokenizer = load_model(source, trusted)
     why = f"{source} cannot be exported"
     layout = layout_of(model, why)
     weights = export_weights(model, layout)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
 from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.training.initial_weights import POSITIONS
+from lockstep_gpt.initial_weights import POSITIONS
 
 Weights = dict[str, Tensor]
 PADDED = ("token_embedding.weight", "output.weight")  # they have more rows than the vocabulary
@@ -58,19 +58,13 @@ def layout_of(model: LanguageModel, why: str) -> Layout:
     Raises:
         UserError: there is none; the message starts with `why`.
     """
-    architecture = architecture_of(model)
-    if architecture not in LAYOUTS:
+    kind = type(model).__name__
+    if kind not in LAYOUTS:
         raise UserError(
-            f"{why}: model.architecture={architecture} is not one of "
-            f"{', '.join(LAYOUTS)}, which transformers can load; describe it in "
-            "extras/hub/layouts.py"
+            f"{why}: {kind} is not one of {', '.join(LAYOUTS)}, which transformers can load; "
+            "describe it in extras/hub/layouts.py"
         )
-    return LAYOUTS[architecture]
-
-
-def architecture_of(model: LanguageModel) -> str:
-    """Return the name of the file that has the model's class."""
-    return type(model).__module__.rpartition(".")[2]
+    return LAYOUTS[kind]
 
 
 def export_weights(model: LanguageModel, layout: Layout) -> Weights:
@@ -83,7 +77,7 @@ def export_weights(model: LanguageModel, layout: Layout) -> Weights:
             weight = weight.T
         # Cloned: safetensors rejects tensors that share memory.
         weights[theirs] = weight.clone(memory_format=torch.contiguous_format)
-    if layout is LAYOUTS["gpt"] and not getattr(model, "bias", False):
+    if layout is LAYOUTS["GPT"] and not getattr(model, "bias", False):
         weights |= _without_effect(weights)
     return weights
 
@@ -221,8 +215,8 @@ def _about_modern(model: LanguageModel) -> dict[str, Any]:
 
 WIDTHS = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"}
 MODERN_SHAPE = ("n_kv_head", "ngram_rows", "longest_ngram", "block_size")
-LAYOUTS = {
-    "gpt": Layout(
+LAYOUTS = {  # by the model's class
+    "GPT": Layout(
         "gpt2",
         _about_gpt2,
         {**WIDTHS, "n_positions": "block_size"},
@@ -230,7 +224,7 @@ LAYOUTS = {
         tuple(GPT2_COMPUTES),
         check=GPT2_CHECK,
     ),
-    "modern": Layout(
+    "ModernGPT": Layout(
         "modern_gpt",
         _about_modern,
         {**WIDTHS, **{name: name for name in MODERN_SHAPE}},

@@ -1,4 +1,4 @@
-"""Weights that transformers wrote, for `model.init_from`."""
+"""Weights that transformers wrote, for `init_from`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.tokens.tokenizer_files import ON_HUB, SIZES
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.layouts import (
     Layout,
-    architecture_of,
     import_weights,
     layout_of,
 )
+from lockstep_gpt.initial_weights import POSITIONS, PROBE
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
-from lockstep_gpt.training.initial_weights import POSITIONS, PROBE
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.tokens.tokenizer_files import ON_HUB, SIZES
 
 WEIGHTS = "model.safetensors"
 FILES = '"*.json" "*.safetensors"'  # of a repository on the hub
@@ -31,7 +30,7 @@ SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
 
 
 def weights_of_folder(
-    folder: Path, model: LanguageModel, tokenizer: Tokenizer, source: str
+    folder: Path, model: LanguageModel, tokenizer: Tokenizer | None, source: str
 ) -> tuple[dict[str, Tensor], int]:
     """Return the weights of a folder with the names and shapes of `model`, and their context.
 
@@ -62,8 +61,8 @@ def _settings(folder: Path, source: str) -> dict[str, Any]:
                 f"hf download {repository} {FILES} --local-dir {folder}"
             ) from None
         raise UserError(
-            f"{source}: config.json cannot be read ({reason}); give a folder that transformers' "
-            "save_pretrained or an export has written"
+            f"{source} is neither a run nor a folder of transformers: its config.json cannot be "
+            f"read ({reason}); name a run, or a folder that save_pretrained or export has written"
         ) from None
 
 
@@ -73,9 +72,8 @@ def _check_settings(
     """Reject a model that the weights don't fit; each error names the remedy."""
     if saved.get("model_type") != layout.model_type:
         raise UserError(
-            f"{source} is for {saved.get('model_type')}, but model.architecture="
-            f"{architecture_of(model)} needs {layout.model_type}; give a "
-            f"{layout.model_type} folder"
+            f"{source} is for {saved.get('model_type')}, but {type(model).__name__} needs "
+            f"{layout.model_type}; give a {layout.model_type} folder"
         )
     learned = POSITIONS in model.state_dict()
     for theirs, ours in layout.names.items():
@@ -104,10 +102,12 @@ def _check_settings(
 
 
 def _check_tokenizer(
-    folder: Path, saved: dict[str, Any], tokenizer: Tokenizer, source: str
+    folder: Path, saved: dict[str, Any], tokenizer: Tokenizer | None, source: str
 ) -> None:
     """Reject weights that were trained with another tokenizer than the data's."""
-    remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
+    if tokenizer is None:
+        return  # an owner's data
+    remedy = f"set tokenizer={folder}, or bytes if it was trained on bytes"
     size = saved.get("vocab_size")
     ours = tokenizer.vocab_size
     if size != ours:

@@ -30,6 +30,7 @@ from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
 from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training.counted_targets import CountTargets
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class SyncPanel(StepCallback):
                 "callbacks=sync_panel averages in the order of ddp, but batch.exact_micro_size "
                 "adds in another; remove one of them"
             )
-        if isinstance(strategy, DDPStrategy) and strategy.is_lossy:
+        if isinstance(strategy, DDPStrategy) and strategy.loses_error:
             raise UserError(
                 "callbacks=sync_panel records averages, but strategy.comm_hook=powersgd makes "
                 "approximations that depend on every step before; remove one of them"

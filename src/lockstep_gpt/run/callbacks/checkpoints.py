@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -19,19 +19,11 @@ from lockstep_gpt.lightning_patches import count_logged_steps, validation_follow
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
 from lockstep_gpt.run.finite_states import refuse_broken_state
-from lockstep_gpt.run.resuming import align_batch_progress, rescale_batch_progress
+from lockstep_gpt.run.resuming import align_batch_progress
 from lockstep_gpt.run.run import Run
 from lockstep_gpt.settings import check, check_choice, not_a_config
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class EndlessData(Protocol):
-    """A data module whose training data has no end, and begins after any number of samples."""
-
-    def resume_at(self, step: int, samples: int) -> None:
-        """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
 
 
 def nothing(_trainer: Trainer) -> Mapping[str, Any]:
@@ -47,7 +39,7 @@ def _tell_repeated_samples(trainer: Trainer) -> None:
         return
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     stateless = [loader for loader in combined.flattened if not hasattr(loader, "load_state_dict")]
-    if stateless and not isinstance(getattr(trainer, "datamodule", None), EndlessData):
+    if stateless:
         logger.warning(
             "training continues after %d batches of an epoch, but %s begins the epoch anew: some "
             "samples come twice, others don't come; lockstep.train_loader continues exactly",
@@ -328,12 +320,7 @@ class Checkpoints(StepCallback, Checkpoint):
             return
         for part in self._parts:
             part.on_load_checkpoint(trainer, pl_module, checkpoint)
-        data: Any = getattr(trainer, "datamodule", None)
-        if isinstance(data, EndlessData):
-            data.resume_at(checkpoint["global_step"], checkpoint["samples"])
-            rescale_batch_progress(checkpoint, trainer)
-        else:
-            align_batch_progress(checkpoint, trainer)
+        align_batch_progress(checkpoint, trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides which validation is among the best, and which saves."""

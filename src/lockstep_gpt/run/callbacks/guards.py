@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -28,12 +27,10 @@ from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line
+from lockstep_gpt.run.callbacks.limits import tell_limits
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import counted, not_a_config
-from lockstep_gpt.torch_patches import BatchNorm
-
-logger = logging.getLogger(__name__)
+from lockstep_gpt.run.run import Run
+from lockstep_gpt.settings import check_number, check_whole, not_a_config
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does
@@ -42,13 +39,20 @@ WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's wat
 @not_a_config
 @dataclass(eq=False)
 class Guards(StepCallback):
-    """Ends a run whose replicas differ, or that stopped making steps."""
+    """Ends a run whose replicas differ, or that stopped making steps.
 
-    directory: RunDirectory | None = None  # where the failure of a stalled run is recorded
-    stall_after: float | None = 1800.0  # seconds without a step; None: no limit
-    replicas_every: int | None = 500  # steps between comparisons; None: only at saves
-    timeout: float = LONGEST_WAIT  # seconds that ranks wait for another one
-    terminal: TextIO = field(default_factory=lambda: sys.stderr)  # shows a stalled rank's stack
+    When training begins, it also says what the run can't promise, such as for a BatchNorm.
+
+    Args:
+        run: where the failure of a stalled run is recorded; None: nowhere.
+        stall_after: seconds without a step, after which ranks show their stacks and the run ends;
+            None: there is no limit.
+        replicas_every: steps between comparisons of the ranks' weights; None: only at saves.
+    """
+
+    run: Run | None = None
+    stall_after: float | None = 1800.0
+    replicas_every: int | None = 500
     compares_saved: bool = field(default=True, init=False)  # whether it compares what is saved
     _rank: int = field(default=0, init=False)  # of this process
     _last_progress: float = field(default=0.0, init=False)  # clock
@@ -56,15 +60,27 @@ class Guards(StepCallback):
     _watcher: threading.Thread | None = field(default=None, init=False)
     _on_pause_before: Any = field(default=signal.SIG_DFL, init=False)  # handler of SIGTSTP
 
+    def __post_init__(self) -> None:
+        if self.stall_after is not None:
+            check_number("stall_after", self.stall_after, above=0)
+        if self.replicas_every is not None:
+            check_whole("replicas_every", self.replicas_every, at_least=1)
+
+    @property
+    def terminal(self) -> TextIO:
+        """What shows a stalled rank's stack."""
+        return self.run.terminal if self.run else sys.stderr
+
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start a thread that only watches the clock."""
         super().on_train_start(trainer, pl_module)
         self._rank = trainer.global_rank
-        if self._rank == 0 and trainer.world_size > 1:
-            warn_of_own_statistics(pl_module)
+        if self._rank == 0:
+            tell_limits(trainer, pl_module)
         self._last_progress = time.monotonic()
         if self.stall_after is not None:
-            limit = stall_limit(self.stall_after, backend_joined(), self.timeout)
+            timeout = self.run.timeout if self.run else LONGEST_WAIT
+            limit = stall_limit(self.stall_after, backend_joined(), timeout)
             self._on_pause_before = signal.signal(signal.SIGTSTP, self._pause)
             self._watcher = threading.Thread(target=self._watch, args=[limit], daemon=True)
             self._watcher.start()
@@ -136,13 +152,14 @@ class Guards(StepCallback):
         text = f"{line}; its stack:\n{stacks()}"
         # In one piece: all ranks print at the same time.
         print(text, file=self.terminal, flush=True)
-        if self.directory is not None:
-            last_line.append(self.directory.log_of(self._rank), text)
-            last_line.record(self.directory, self._rank, Exit.FAILED, error, line)
-            self._write_collectives(self.directory.rank_logs)
+        directory = self.run.directory if self.run else None
+        if directory is not None:
+            last_line.append(directory.log_of(self._rank), text)
+            last_line.record(directory, self._rank, Exit.FAILED, error, line)
+            self._write_collectives(directory.rank_logs)
         time.sleep(STALL_GRACE)
-        if self.directory is not None:
-            last_line.show_end_of_rank(self.directory, self._rank, Exit.FAILED, self.terminal)
+        if directory is not None:
+            last_line.show_end_of_rank(directory, self._rank, Exit.FAILED, self.terminal)
         os._exit(Exit.FAILED)
 
     def _write_collectives(self, folder: Path) -> None:
@@ -165,18 +182,6 @@ def without_comparison(trainer: Any) -> Iterator[None]:
     finally:
         for guard in guards:
             guard.compares_saved = True
-
-
-def warn_of_own_statistics(model: torch.nn.Module) -> None:
-    """Warn if layers normalize with the statistics of one rank's samples."""
-    layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
-    count = sum(not isinstance(layer, torch.nn.SyncBatchNorm) for layer in layers)
-    if count:
-        logger.warning(
-            "the model has %s, with the statistics of each rank's own samples: results depend on "
-            "the number of ranks; use a norm over channels, or trainer.sync_batchnorm=true on GPUs",
-            counted(count, "BatchNorm layer"),
-        )
 
 
 def stacks() -> str:

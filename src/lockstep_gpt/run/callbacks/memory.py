@@ -3,30 +3,35 @@
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy
 
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero, is_restart
 from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.lightning_patches import state_of
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import without_comparison
 from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.callbacks.stopping import GracefulStop
 from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.checkpoint_room import size_of
 from lockstep_gpt.run.finite_states import own_part, refuse_broken_state
 from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_folder
 from lockstep_gpt.run.memory.room import refuse_little_room
 from lockstep_gpt.run.memory.turns import MemoryTurns
-from lockstep_gpt.run.memory.writer import MemoryWriter
-from lockstep_gpt.settings import counted, not_a_config
+from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
+from lockstep_gpt.run.run import Run
+from lockstep_gpt.settings import check, counted, not_a_config
 
 logger = logging.getLogger(__name__)
+Part = TypeVar("Part", bound=Callback)
 
 
 @not_a_config
@@ -34,19 +39,26 @@ logger = logging.getLogger(__name__)
 class StateInMemory(StepCallback, Checkpoint):
     """Keeps, on a rank of each machine, what a checkpoint would have; all ranks take part.
 
-    It comes after the callback that saves, whose newest checkpoint the state then knows: Lightning
-    moves a `Checkpoint` behind all callbacks that aren't.
+    Ranks that restart continue from it. It needs `Checkpoints(run)` before it, whose newest
+    checkpoint the state then knows, and `GracefulStop()`, in whose votes the ranks agree to keep a
+    state. Lightning moves a `Checkpoint` behind all callbacks that aren't.
+
+    Args:
+        run: whose state this is; None: this process's.
+        every: steps between states; auto: in 1 % of the time, unless there is one rank; False:
+            none is kept.
     """
 
-    checkpoints: Checkpoints
-    hashes: WeightHashes
-    writer: MemoryWriter | None  # None: another rank of this machine writes
-    every: int | str | bool = "auto"  # steps between states; auto: in 1 % of the time; False: none
-    loses_error: bool = False  # whether the strategy accumulates an error that no state has
-    saves_parts: bool = False  # whether each rank saves its shards; no checkpoint has a hash then
+    run: Run | None = None
+    every: int | str | bool = "auto"
     turns: MemoryTurns = field(init=False)
-    ranks: Ranks = field(default_factory=Ranks.from_environment)
-    line: str | None = field(default=None, init=False)  # of the receipt
+    ranks: Ranks = field(init=False)
+    writer: MemoryWriter | None = field(default=None, init=False)  # None: another rank writes
+    line: str | None = field(default=None, init=False)  # what rank 0 says when training begins
+    checkpoints: Checkpoints = field(init=False, repr=False)  # of the same Trainer
+    _run: Run = field(init=False)
+    _has_writer: bool = field(default=False, init=False)  # whether it is known who writes
+    _saves_parts: bool = field(default=False, init=False)  # then checkpoints have no hash
     _size: int = field(default=0, init=False)  # bytes of a state
     _resumes: bool = field(default=False, init=False)  # whether the run continues from one
     _waits: bool = field(default=False, init=False)  # for the end of a validation
@@ -54,25 +66,68 @@ class StateInMemory(StepCallback, Checkpoint):
     _clock: float = field(default=0.0, init=False)  # after the last step; 0: it was interrupted
 
     def __post_init__(self) -> None:
+        is_count = type(self.every) is int and self.every >= 1
+        fits = is_count or self.every is False or self.every == "auto"
+        check("every", self.every, fits, "must be auto, false, or a number of steps from 1 on")
+        self._run = self.run or Run.current()
+        self.ranks = self._run.ranks
         self.turns = MemoryTurns(self.every)
 
-    def prepare(self, strategy: Any, size: int, resumed: Any) -> None:
-        """Take the memory, on the ranks that write.
+    def writer_for(self, trainer: Trainer) -> MemoryWriter | None:
+        """Return what writes this machine's states, on the ranks that do; None: nothing does.
 
-        Args:
-            strategy: of the Trainer.
-            size: bytes of a state.
-            resumed: what the run continues from; None: step 0.
+        Every rank must call this. `Run.checkpoint` does so before it looks for a state.
         """
+        if not self._has_writer:
+            self._has_writer = True
+            self.writer = self._make_writer(trainer)
+        return self.writer
+
+    def keeps_states(self, trainer: Trainer) -> bool:
+        """Return whether a state may be kept, and the run may continue from one."""
+        return self.every is not False and not getattr(trainer, "fast_dev_run", False)
+
+    def _make_writer(self, trainer: Trainer) -> MemoryWriter | None:
+        if not self.keeps_states(trainer):
+            return None
+        strategy = trainer.strategy
+        return writer_of(
+            self._run.directory,
+            self.ranks,
+            sharded=self.ranks.world_size > 1 and isinstance(strategy, ShardedStates),
+            tensor_parallel=getattr(strategy, "tensor_parallel", 1),
+            timeout=self._run.timeout,
+        )
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Take the memory, on the ranks that write; say so on rank 0.
+
+        Raises:
+            UserError: the Trainer lacks a callback that this one needs.
+        """
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" or not self.keeps_states(trainer):
+            return
+        self.checkpoints = _only(Checkpoints, trainer)
+        _only(GracefulStop, trainer)
+        self._saves_parts = getattr(trainer.strategy, "saves_parts", False)
+        self.writer_for(trainer)
+        self.prepare(trainer.strategy, bytes_of_state(pl_module))
+        if self.line is not None and self.ranks.rank == 0 and not is_restart():
+            logger.info("  memory  %s", self.line)
+
+    def prepare(self, strategy: Strategy, size: int) -> None:
+        """Take the memory for states of `size` bytes, unless this `strategy` has none to keep."""
+        resumed = self._run.resumed
         self._size = size
         self._resumes = isinstance(resumed, KeptState)
         is_pointless = self.ranks.world_size == 1
         if self.writer is None or self.writer.shards is None:  # else all ranks must agree
             is_pointless |= not files.SHARED_MEMORY.is_dir()
-        if self.every is False or (self.every == "auto" and is_pointless):
+        if self.every == "auto" and is_pointless:
             self.writer = None
             return
-        if self.loses_error:
+        if getattr(strategy, "loses_error", False):
             self.writer = None
             self.line = "off: no state has powersgd's accumulated error"
             return
@@ -86,11 +141,11 @@ class StateInMemory(StepCallback, Checkpoint):
         if fault is not None:
             self.line = f"off: {fault}"
             self.writer.close()
-            if self.ranks.rank > 0 and self.writer.shards is None:  # else rank 0's receipt says it
+            if self.ranks.rank > 0 and self.writer.shards is None:  # else rank 0 says it
                 logger.warning("this machine keeps no state in memory: %s", fault)
             return
         self.turns.is_on = self.ranks.rank == 0
-        self.line = self._receipt_line()
+        self.line = self._line_of_states()
 
     def _start(self, writer: MemoryWriter, kept: KeptState | None) -> str | None:
         """Take the memory; return why that fails, on any rank if each writes its shards."""
@@ -116,7 +171,7 @@ class StateInMemory(StepCallback, Checkpoint):
             writer.copy_to_next_machine(kept)
         return fault
 
-    def _receipt_line(self) -> str:
+    def _line_of_states(self) -> str:
         if self.every == "auto":
             rate = "as often as it takes 1 % of the time"
         else:
@@ -136,10 +191,6 @@ class StateInMemory(StepCallback, Checkpoint):
                 size *= 2  # copies
         return size
 
-    def receipt_lines(self) -> dict[str, str]:
-        """Return the receipt's line, unless nobody has asked for it."""
-        return {"memory": self.line} if self.line else {}
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Note where training begins."""
         super().on_train_start(trainer, pl_module)
@@ -156,10 +207,10 @@ class StateInMemory(StepCallback, Checkpoint):
         if self.writer is None or self._is_unable():
             return True
         self._note_background(self.writer)
-        if self.saves_parts:
+        if self._saves_parts:
             return False  # then checkpoints have no hash
         saves = self.checkpoints.saves
-        return bool(saves) and step_of(saves[-1]) not in self.hashes.weights
+        return bool(saves) and step_of(saves[-1]) not in self._run.hashes.weights
 
     def _is_unable(self) -> bool:
         """Return whether this rank's part of a state isn't complete yet, or can't be kept."""
@@ -224,7 +275,7 @@ class StateInMemory(StepCallback, Checkpoint):
         started = time.perf_counter()
         refuse_broken_state(trainer, self.checkpoints.newest)  # no later step would be better
         state = kept_state(trainer)
-        weights = self.hashes.weights
+        weights = self._run.hashes.weights
         is_whole = self.writer is None or self.writer.shards is None
         if self.ranks.num_nodes > 1 and is_whole:
             weights = from_rank_zero(weights)
@@ -237,6 +288,7 @@ class StateInMemory(StepCallback, Checkpoint):
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Finish what is being written."""
+        self._has_writer = False  # another fit makes its own
         if self.writer is not None:
             self.writer.close()
 
@@ -250,6 +302,24 @@ class StateInMemory(StepCallback, Checkpoint):
     def in_summary(self, _step: int) -> dict[str, Any]:
         """Return the steps between two states at the end; None: none was kept."""
         return {"memory_every": self.turns.interval if self.turns.is_on else None}
+
+
+def bytes_of_state(module: torch.nn.Module) -> int:
+    """Return about how many bytes a state has: weights, and two moments of those that train."""
+    trained = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
+    return size_of(module.state_dict()) + 2 * trained
+
+
+def _only(kind: type[Part], trainer: Trainer) -> Part:
+    """Return the Trainer's callback of this class, or raise a `UserError`."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, kind):
+            return callback
+    name = kind.__name__
+    raise UserError(
+        f"StateInMemory needs {name} among the Trainer's callbacks; add lockstep.{name}"
+    )
 
 
 def kept_state(trainer: Trainer) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lockstep_gpt.distributed.peaks import peak_of
+from lockstep_gpt.batch import Batch
+from lockstep_gpt.distributed.optimizers import is_compiled
+from lockstep_gpt.distributed.peaks import FORMS, peak_of
 from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.processes import freeze_lasting_objects
 from lockstep_gpt.run.callbacks.step import InRow, StepCallback
@@ -22,16 +24,23 @@ from lockstep_gpt.run.epoch_values import EpochValues
 from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of
 from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
-from lockstep_gpt.settings import not_a_config
+from lockstep_gpt.settings import check_number, check_whole, not_a_config
 
 logger = logging.getLogger(__name__)
 
 
-def peak_here(accelerator: str, precision: str) -> float | None:
+def peak_here(trainer: Trainer) -> float | None:
     """Return the peak of this rank's device in TFLOP/s, if known: of GPUs by NVIDIA."""
-    if accelerator != "cuda":
+    device = trainer.strategy.root_device
+    if device.type != "cuda" or trainer.precision not in FORMS:
         return None
-    return peak_of(torch.cuda.get_device_name(), precision)
+    return peak_of(torch.cuda.get_device_name(device), str(trainer.precision))
+
+
+def tokens_of(trainer: Trainer) -> int | None:
+    """Return the tokens of a sample, if the Trainer's data module has such a number."""
+    tokens = getattr(getattr(trainer, "datamodule", None), "tokens_per_sample", None)
+    return tokens if isinstance(tokens, int) else None
 
 
 @not_a_config
@@ -42,15 +51,24 @@ class Metrics(StepCallback):
     It reads the device only at logging steps; in between, values stay on it. Every value is also in
     `trainer.callback_metrics`, for callbacks that monitor one. Callbacks that are `InRow` add
     columns.
+
+    Args:
+        batch: how many samples a step has; None: rows have no speed in samples or tokens.
+        every: steps between rows.
+        tokens_per_sample: of text; None: `tokens_per_sample` of the Trainer's data module, if it
+            has such a number.
+        flops_per_token: operations of the forward and backward pass; None: `flops_per_token` of
+            the module, if it has one. The utilization, MFU, is as in Chowdhery et al. 2022,
+            appendix B, with causal attention.
+        peak_tflops: of one device, in the precision of training; None: looked up by its name.
     """
 
-    every: int = 50  # steps between rows
-    tokens_per_step: int | None = None  # over all ranks; None: a row has no count of tokens
-    # Forward and backward. MFU is as in Chowdhery et al. 2022, appendix B, with causal attention.
-    flops_per_token: float = 0.0
-    peak_tflops: float | None = None  # of all devices together; None omits the utilization
-    tells_first_step: bool = False  # log how long the first step took: a compiled model's is long
-    samples_per_step: int | None = None  # over all ranks, for a speed where there are no tokens
+    batch: Batch | None = None
+    every: int = 50
+    tokens_per_sample: int | None = None
+    flops_per_token: float | None = None
+    peak_tflops: float | None = None
+    tokens_per_step: int | None = field(default=None, init=False)  # over all ranks; None: no text
     # The newest value of each metric, for display.
     row: dict[str, float] = field(default_factory=dict, init=False)
     training_seconds: float = field(default=0.0, init=False)  # without validation
@@ -67,14 +85,37 @@ class Metrics(StepCallback):
     _epoch_values: EpochValues = field(default_factory=EpochValues, init=False)
     _rate: float | None = field(default=None, init=False)  # of the last update
 
+    _full_tflops: float | None = field(default=None, init=False)  # of all devices together
+    _operations: float = field(default=0.0, init=False)  # per token
+    _tells_first_step: bool = field(default=False, init=False)  # a compiled model's is long
+    _world_size: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        check_whole("every", self.every, at_least=1)
+        if self.peak_tflops is not None:
+            check_number("peak_tflops", self.peak_tflops, above=0)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out what a step computes, and how fast these devices could compute it."""
+        super().setup(trainer, pl_module, stage)
+        self._world_size = trainer.world_size
+        tokens = self.tokens_per_sample or tokens_of(trainer)
+        if self.batch is not None and tokens is not None:
+            self.tokens_per_step = self.batch.global_size * tokens
+        self._operations = self.flops_per_token or getattr(pl_module, "flops_per_token", 0.0)
+        if self._operations:
+            peak = self.peak_tflops or peak_here(trainer)
+            self._full_tflops = peak * trainer.world_size if peak else None
+
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
-        names = [name for name in COLUMNS if name in earlier and name not in self._absent]
+        names = [name for name in COLUMNS if name in earlier]
         self.row = {name: float(earlier[name]) for name in names}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
+        self._tells_first_step = is_compiled(pl_module)
         self._means = means_of(pl_module)
         self._number = StepNumber(trainer)
         number_rows(trainer.loggers, self._number)
@@ -112,7 +153,7 @@ class Metrics(StepCallback):
         if self.first_step_seconds is None:
             freeze_lasting_objects()  # what model, compiler, and Trainer have made stays
             self.first_step_seconds = self._times[-1] - self._times[0]
-            if self.tells_first_step:
+            if self._tells_first_step:
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
@@ -140,11 +181,11 @@ class Metrics(StepCallback):
         if self.tokens_per_step is not None:
             tokens_per_second = len(durations) * self.tokens_per_step / seconds
             row["throughput/tokens_per_second"] = tokens_per_second
-            if self.peak_tflops:
-                tflops = tokens_per_second * self.flops_per_token / 1e12
-                row["throughput/mfu"] = tflops / self.peak_tflops
-        elif self.samples_per_step is not None:
-            samples = len(durations) * self.samples_per_step
+            if self._full_tflops:
+                tflops = tokens_per_second * self._operations / 1e12
+                row["throughput/mfu"] = tflops / self._full_tflops
+        elif self.batch is not None:
+            samples = len(durations) * self.batch.global_size
             row["throughput/samples_per_second"] = samples / seconds
         row["throughput/step_seconds"] = seconds / len(durations)
         row["throughput/step_seconds_p50"] = p50
@@ -171,15 +212,18 @@ class Metrics(StepCallback):
 
     def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
-        entries: dict[str, Any] = {}
+        entries: dict[str, Any] = {"world_size": self._world_size}
+        if self.batch is not None:
+            entries["global_batch_size"] = self.batch.global_size
         if self.tokens_per_step is not None:
             # Of all ranks together, over all steps since this start, without validation.
             speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
             entries["tokens"] = step * self.tokens_per_step
             entries["tokens_per_second"] = speed or None  # None without any step
-        elif self.samples_per_step is not None:
-            speed = self.training_steps * self.samples_per_step / max(self.training_seconds, 1e-9)
-            entries["samples"] = step * self.samples_per_step
+        elif self.batch is not None:
+            size = self.batch.global_size
+            speed = self.training_steps * size / max(self.training_seconds, 1e-9)
+            entries["samples"] = step * size
             entries["samples_per_second"] = speed or None
         entries["first_step_seconds"] = self.first_step_seconds
         entries |= {

@@ -42,7 +42,7 @@ def refuse_little_room(folder: Path, needed: int) -> None:
     if needed > left / 2:
         raise SharedMemoryError(
             f"states of {needed:,} bytes need more than half of the {left:,} left in "
-            f"{folder.parent}; docker run --shm-size=8g enlarges it, a number in checkpoint.memory "
+            f"{folder.parent}; docker run --shm-size=8g enlarges it, memory=NUMBER_OF_STEPS "
             "takes all"
         )
 

@@ -22,7 +22,7 @@ class MemoryTurns:
     """Decides on rank 0; the others agree or not with the vote to stop, one step ahead.
 
     Args:
-        setting: `checkpoint.memory`: auto, a number of steps, or false.
+        setting: auto, a number of steps, or false.
     """
 
     setting: int | str | bool = False

@@ -6,7 +6,9 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+from lightning import Trainer
 
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks
 from lockstep_gpt.run.directory import RunDirectory
@@ -25,6 +27,17 @@ from lockstep_gpt.run.memory.slots import Layout, Slot, SlotPair
 from lockstep_gpt.run.memory.states import mapped
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """What keeps states in memory: the callback `StateInMemory`."""
+
+    def keeps_states(self, trainer: Trainer) -> bool:
+        """Return whether a state may be kept, and the run may continue from one."""
+
+    def writer_for(self, trainer: Trainer) -> MemoryWriter | None:
+        """Return what writes this machine's states; every rank must call this."""
 
 
 def writer_of(

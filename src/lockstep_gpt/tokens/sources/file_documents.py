@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.files import (
     File,
     Files,
@@ -30,8 +32,6 @@ from lockstep_gpt.tokens.sources.source import (
     to_utf8,
 )
 from lockstep_gpt.tokens.tokenizer import find_cut
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
 FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead
@@ -204,7 +204,7 @@ def refuse_other_encoding(piece: bytes, begin: int, path: str) -> None:
             remedy += f", for example from Latin-1: {convert}"
         raise UserError(
             f"{path} of the corpus is not UTF-8: byte {begin + error.start:,} is "
-            f"0x{piece[error.start]:02X}; {remedy}; or set data.invalid_utf8 to replace or skip"
+            f"0x{piece[error.start]:02X}; {remedy}; or set data.source.invalid_utf8 to replace or skip"
         ) from None
 
 
@@ -215,13 +215,13 @@ class PathDocuments(FileDocuments):
     wanted: ClassVar[str] = ""  # pattern that the names of a folder's files must match
 
     path: str = setting(
-        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", on_resume="machine"
+        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", decides=False
     )
     val_path: str | None = setting(
-        "files to validate on; null: val_fraction of `path`", None, on_resume="machine"
+        "files to validate on; null: val_fraction of `path`", None, decides=False
     )
     test_path: str | None = setting(
-        "files to test on; null: test_fraction of `path`", None, on_resume="machine"
+        "files to test on; null: test_fraction of `path`", None, decides=False
     )
 
     @cached_property

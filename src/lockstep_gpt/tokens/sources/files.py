@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep_gpt.tokens.sources.local_files import LocalFiles
-from lockstep_gpt.tokens.sources.remote_files import find_file_system, open_remote
-from lockstep_gpt.tokens.sources.source import BLOCK, reading
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import counted
+from lockstep_gpt.tokens.sources.local_files import LocalFiles
+from lockstep_gpt.tokens.sources.remote_files import find_file_system, open_remote
+from lockstep_gpt.tokens.sources.source import BLOCK, reading
 
 # Ending of a file's name -> the choice of `data` for it.
 CHOICES = {
@@ -53,7 +53,7 @@ class Files:
 def find_files(
     path: str,
     wanted: str = "",
-    setting: str = "data.path",
+    setting: str = "data.source.path",
     split: str | None = None,
 ) -> Files:
     """Return the files of a folder, a glob, or a URL.
@@ -162,9 +162,9 @@ def find_splits(
     """Return the files of `path`, then those to validate and to test on, if there are any."""
     groups = [find_files(path, wanted)]
     if val_path is not None:
-        groups.append(find_files(val_path, wanted, "data.val_path", "val"))
+        groups.append(find_files(val_path, wanted, "data.source.val_path", "val"))
     if test_path is not None:
-        groups.append(find_files(test_path, wanted, "data.test_path", "test"))
+        groups.append(find_files(test_path, wanted, "data.source.test_path", "test"))
     return groups
 
 

@@ -8,6 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.files import find_files
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.sources.parquet import texts_in
@@ -19,9 +22,6 @@ from lockstep_gpt.tokens.sources.source import (
     splits_of_texts,
     to_utf8,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
 
 ROWS = 256  # that are processed together
 
@@ -33,7 +33,7 @@ class HuggingFaceRows(Documents):
     kind: ClassVar[str] = "huggingface"
     added_later: ClassVar[frozenset[str]] = Documents.added_later | {"val_split", "test_split"}
 
-    path: str = setting("name on the hub, or a local folder", "", on_resume="machine")
+    path: str = setting("name on the hub, or a local folder", "", decides=False)
     subset: str | None = setting("configuration of the dataset", None)
     revision: str | None = setting("branch, tag, or commit on the hub; null: newest", None)
     split: str = setting("the split of the dataset to read", "train")
@@ -54,10 +54,10 @@ class HuggingFaceRows(Documents):
     def identity(self) -> Any:
         """Return the files of a folder; for the hub, which isn't queried, only the name.
 
-        So a change of a branch there isn't noticed: name a commit in `data.revision`.
+        So a change of a branch there isn't noticed: name a commit in `data.source.revision`.
         """
         if not self.path:
-            raise UserError("data.path is empty; set it to a name on the hub, or a folder")
+            raise UserError("data.source.path is empty; set it to a name on the hub, or a folder")
         if self.folder.is_dir():
             return find_files(str(self.folder)).identity()
         return self.path
@@ -94,12 +94,12 @@ class HuggingFaceRows(Documents):
             rows = self._rows(part)
             if hasattr(rows, "__len__") and after.offset >= len(rows):
                 continue  # `skip` doesn't accept skipping everything
-            with reading(f"data.path={self.path}"):
+            with reading(f"data.source.path={self.path}"):
                 for table in rows.skip(after.offset).with_format("arrow").iter(ROWS):
                     column = table.column(self.field)
                     after = Position(part, after.offset + len(table), after.read + column.nbytes)
                     texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, self.path)
-                    refuse_nul(texts, self.tokenizer, f"data.path={self.path}")
+                    refuse_nul(texts, self.tokenizer, f"data.source.path={self.path}")
                     yield Block(after, texts, self._splits(part, texts), invalid)
 
     def _splits(self, part: int, texts: list[bytes]) -> list[str]:
@@ -113,13 +113,13 @@ class HuggingFaceRows(Documents):
     def _rows(self, part: int) -> Any:
         """Load a split of the dataset, or a stream of it, with only the field."""
         if part not in self._tables:
-            with reading(f"data.path={self.path}"):
+            with reading(f"data.source.path={self.path}"):
                 datasets = import_optional("data=huggingface", "datasets", "huggingface")
                 rows = self._load(datasets, self.parts[part][0])
                 names = rows.column_names or [self.field]
                 if self.field not in names:
                     raise UserError(
-                        f"data.path={self.path} lacks the field data.field={self.field}; it has "
+                        f"data.source.path={self.path} lacks the field data.source.field={self.field}; it has "
                         f"{', '.join(names)}"
                     )
                 self._tables[part] = rows.select_columns(self.field)

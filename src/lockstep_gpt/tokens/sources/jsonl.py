@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.file_documents import PathDocuments
 from lockstep_gpt.tokens.sources.files import read_content
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.sources.source import BLOCK, reading
 from lockstep_gpt.tokens.sources.text import lines_in
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 NUL = rb"\u0000"  # as JSON writes it
 
@@ -54,10 +54,10 @@ class JsonLines(PathDocuments):
         except json.JSONDecodeError as error:
             fault = f"is not JSON ({error.msg}, at character {error.pos + 1})"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            fault = f"is not a JSON object with text under data.field={self.field}"
+            fault = f"is not a JSON object with text under data.source.field={self.field}"
         number = self._number_of(line, path)
         place = f"{path} of the corpus" + ("" if number is None else f", line {number:,}")
-        remedy = f"fix it, or name another data.field{_remedy_of_other_json(line, path)}"
+        remedy = f"fix it, or name another data.source.field{_remedy_of_other_json(line, path)}"
         raise UserError(f"{place}: {line[:60]!r} {fault}; {remedy}")
 
     def _number_of(self, line: bytes, path: str) -> int | None:
@@ -82,7 +82,7 @@ def _remedy_of_other_json(line: bytes, path: str) -> str:
         return ""
     target = shlex.quote(str(Path(path).with_suffix(".lines.jsonl")))
     command = f"jq -c {forms[start]} {shlex.quote(path)} > {target}"
-    return f"; for objects in lines of their own: {command}, then set data.path={target}"
+    return f"; for objects in lines of their own: {command}, then set data.source.path={target}"
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -1,15 +1,15 @@
 """NUL bytes: in a file they mean that it isn't text, and in a text they may end it."""
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 
 def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:
-    """Raise a `UserError` if a text has a NUL byte, with which `data.tokenizer=bytes` ends texts.
+    """Raise a `UserError` if a text has a NUL byte, with which `tokenizer=bytes` ends texts.
 
     Args:
         texts: documents of one file.
-        tokenizer: the setting `data.tokenizer`; others have an id for NUL.
+        tokenizer: the setting `tokenizer`; others have an id for NUL.
         path: the file.
     """
     if tokenizer != ByteTokenizer.kind or b"\0" not in b"".join(texts):
@@ -17,7 +17,7 @@ def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:
     text = next(text for text in texts if b"\0" in text)
     raise UserError(
         f"{path} of the corpus has a text with a NUL byte, which ends a document with "
-        f"data.tokenizer=bytes; remove it from {text[:60]!r}, or choose another tokenizer"
+        f"tokenizer=bytes; remove it from {text[:60]!r}, or choose another tokenizer"
     )
 
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.file_documents import PathDocuments
 from lockstep_gpt.tokens.sources.files import File
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
@@ -17,9 +20,6 @@ from lockstep_gpt.tokens.sources.source import (
     reading,
     to_utf8,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
@@ -88,13 +88,13 @@ def check_column(schema: Any, column: str, path: str) -> None:
     """Raise a `UserError` if a table has no such column, or one that isn't text."""
     if column not in schema.names:
         raise UserError(
-            f"{path} of the corpus lacks the column data.column={column}; it has "
+            f"{path} of the corpus lacks the column data.source.column={column}; it has "
             f"{', '.join(schema.names)}"
         )
     kind = str(schema.field(column).type)
     if not TEXT.match(kind):
         raise UserError(
-            f"{path} of the corpus has {kind} in the column data.column={column}, not text; it has "
+            f"{path} of the corpus has {kind} in the column data.source.column={column}, not text; it has "
             f"{', '.join(schema.names)}"
         )
 
@@ -106,7 +106,7 @@ def texts_in(column: Any) -> list[bytes]:
         ValueError: the column is damaged: reading where its offsets point would end the process.
     """
     for part in getattr(column, "chunks", [column]):
-        # As bytes: `data.invalid_utf8` decides what happens with text that isn't UTF-8.
+        # As bytes: `data.source.invalid_utf8` decides what happens with text that isn't UTF-8.
         kind = AS_BYTES.get(str(part.type), part.type)
         part.view(kind).validate(full=True)
     return list(filter(None, column.cast("binary").to_pylist()))

@@ -1,7 +1,9 @@
-"""What every source of training data has in common; a YAML file in configs/data/ names its class.
+"""What every source of training data has in common; a YAML file in configs/source/ names its class.
 
 A source is a dataclass: its fields are its settings, its methods read it. `prepare` reads it block
 by block, so a build that was killed can continue after any block.
+
+A wrong setting is named without its place, which is `data.source` on the command line.
 """
 
 from __future__ import annotations
@@ -10,20 +12,19 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import order
+from lockstep_gpt.settings import Checked, check, setting
 from lockstep_gpt.tokens import tokenizer_choice
-from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
@@ -63,15 +64,42 @@ class TokenBlock(NamedTuple):
 
 
 @dataclass
-class Source(DataConfig, ABC):
+class Source(Checked, ABC):
     """A corpus, its settings, and how its tokens become samples."""
 
+    kind: ClassVar[str] = "own"  # begins the names of prepared folders
     # Settings that later versions added. They change a fingerprint only if they are in use, so
     # folders that earlier versions prepared keep theirs.
     added_later: ClassVar[frozenset[str]] = frozenset({"test_fraction"})
     held_out: ClassVar[Any] = None  # what the validation split consists of, in words
 
+    root: str = setting("folder for prepared token files", "data", decides=False)
+    fingerprint: str | None = setting(
+        "hash that the prepared tokens must have; null: that of the current corpus",
+        None,
+        decides=False,
+    )
+    val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
+    test_fraction: float = setting("fraction held out for tests", 0.0, at_least=0, below=1)
     shard_mb: int = setting("size of a token file in MiB", 256, at_least=1)
+
+    def __post_init__(self) -> None:
+        """Also check that something is left to train on."""
+        super().__post_init__()
+        check(
+            "data.root",
+            self.root,
+            "://" not in self.root,
+            "is a URL, and ranks map prepared tokens from a disk; set a folder, and copy what is "
+            "at the URL into it",
+        )
+        if self.val_fraction + self.test_fraction >= 1:
+            self.refuse("test_fraction", f"and val_fraction={self.val_fraction} leave nothing")
+
+    @classmethod
+    def deciding(cls) -> list[str]:
+        """Return the names of the settings that decide tokens."""
+        return [item.name for item in fields(cls) if item.metadata.get("decides", True)]
 
     @abstractmethod
     def identity(self) -> Any:
@@ -133,7 +161,7 @@ class Documents(Source):
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
-    num_proc: int = setting("tokenizing processes", 1, on_resume="free", at_least=1, at_most=1024)
+    num_proc: int = setting("tokenizing processes", 1, decides=False, at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
         """Also check that `vocab_size` fits the tokenizer, and set its default for `bpe`."""
@@ -143,11 +171,11 @@ class Documents(Source):
             if self.vocab_size < SMALLEST_BPE:
                 self.refuse("vocab_size", f"must be at least {SMALLEST_BPE} for bpe")
         elif self.vocab_size is not None and not tokenizer_choice.names_class(self.tokenizer):
-            rule = f"has no effect with data.tokenizer={self.tokenizer}; set it to null, or set "
-            self.refuse("vocab_size", f"{rule}data.tokenizer=bpe, which learns that many")
+            rule = f"has no effect with tokenizer={self.tokenizer}; set it to null, or set "
+            self.refuse("vocab_size", f"{rule}tokenizer=bpe, which learns that many")
 
     def tokenizer_identity(self) -> Any:
-        """Return the identity of the tokenizer that `data.tokenizer` names."""
+        """Return the identity of the tokenizer that `tokenizer` names."""
         return tokenizer_choice.identity(self.tokenizer, self.vocab_size, self.tokenizer_mb)
 
     def make_tokenizer(self) -> Tokenizer:
@@ -271,7 +299,7 @@ def is_utf8(text: bytes) -> bool:
 
 
 def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]:
-    """Return `texts` as UTF-8, following `data.invalid_utf8`, and how many weren't.
+    """Return `texts` as UTF-8, following `data.source.invalid_utf8`, and how many weren't.
 
     Raises:
         UserError: one isn't, and the policy is `fail`.
@@ -280,7 +308,7 @@ def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], in
     invalid = len(texts) - len(good)
     if invalid and policy == "fail":
         raise UserError(
-            f"{path} of the corpus is not UTF-8; fix it, or set data.invalid_utf8 to replace or "
+            f"{path} of the corpus is not UTF-8; fix it, or set data.source.invalid_utf8 to replace or "
             "skip"
         )
     if invalid and policy == "replace":

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.sources.source import BLOCK, Position, Source, TokenBlock
 from lockstep_gpt.tokens.tokenizer import NumberTokenizer, Tokenizer, token_dtype
-from lockstep_gpt.settings import setting
 
 SEED = 20_231  # fixed: `seed` determines the order of samples, not the samples
 
@@ -47,7 +47,7 @@ class RandomTokens(Source):
         return (name, self.vocab_size, None)
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that `data.tokenizer` names; raises a `UserError`."""
+        """Return the tokenizer that `tokenizer` names; raises a `UserError`."""
         return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.sources.file_documents import PathDocuments
 from lockstep_gpt.tokens.sources.source import is_utf8, to_utf8
-from lockstep_gpt.settings import setting
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Text(PathDocuments):
 @cache
 def _tell_of_json(corpus: str) -> None:
     logger.warning(
-        "data.path=%s has JSON lines, whose names and quotes become part of the training text; for "
+        "data.source.path=%s has JSON lines, whose names and quotes become part of the training text; for "
         "the texts in them: data=jsonl",
         corpus,
     )
@@ -50,7 +50,7 @@ def _tell_of_json(corpus: str) -> None:
 @cache  # once, although a tokenizer that learns reads the corpus, too
 def _tell_of_crlf(corpus: str) -> None:
     logger.warning(
-        "data.path=%s has lines that end in CRLF, as on Windows, and the CR becomes part of the "
+        "data.source.path=%s has lines that end in CRLF, as on Windows, and the CR becomes part of the "
         "training text; to remove it from a file: sed -i 's/\\r$//' FILE",
         corpus,
     )

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.sources.files import File, Files, find_splits
 from lockstep_gpt.tokens.sources.source import Position, Source, TokenBlock, reading
 from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
 
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 
@@ -30,7 +30,7 @@ HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "uint32"}  # for GPT-2, for Llama 3
 
 TOKENS = ".bin"
-ALONE = "remove it, or name the token files alone, as in data.path=FOLDER/*.bin"
+ALONE = "remove it, or name the token files alone, as in data.source.path=FOLDER/*.bin"
 REMEDIES = {
     ".txt": "use data=text",
     ".json": "use data=jsonl",
@@ -76,7 +76,7 @@ class TokenReader:
         else:
             self.tokens = file.size // self.dtype.itemsize
             expected = self.tokens * self.dtype.itemsize
-            fault = f"whole tokens are {expected:,}; download it again, or set data.dtype"
+            fault = f"whole tokens are {expected:,}; download it again, or set data.source.dtype"
         if file.size != expected:
             raise UserError(f"{file.path} of the corpus has {file.size:,} bytes, but {fault}")
 
@@ -99,7 +99,7 @@ class TokenFiles(Source):
     kind: ClassVar[str] = "shards"
     added_later: ClassVar[frozenset[str]] = Source.added_later | {"test_path"}
 
-    path: str = setting("a file, a folder, a glob, or a URL", "", on_resume="machine")
+    path: str = setting("a file, a folder, a glob, or a URL", "", decides=False)
     val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
@@ -147,7 +147,7 @@ class TokenFiles(Source):
         return identities
 
     def tokenizer_identity(self) -> Any:
-        """Return the identity of the tokenizer that `data.tokenizer` names."""
+        """Return the identity of the tokenizer that `tokenizer` names."""
         return tokenizer_choice.identity(self.tokenizer)
 
     def make_tokenizer(self) -> Tokenizer:
@@ -176,8 +176,8 @@ class TokenFiles(Source):
                     ids = reader.read(offset, end)
                     if ids.max() >= self.vocab_size:
                         raise UserError(
-                            f"{path} of the corpus has the token {ids.max()}, but data.vocab_size="
-                            f"{self.vocab_size}; raise it, or change data.dtype"
+                            f"{path} of the corpus has the token {ids.max()}, but data.source.vocab_size="
+                            f"{self.vocab_size}; raise it, or change data.source.dtype"
                         )
                     offset = end
                     read += ids.nbytes

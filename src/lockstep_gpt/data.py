@@ -1,0 +1,127 @@
+"""The LightningDataModule: the batches of prepared tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import lockstep
+import torch
+from lightning import LightningDataModule
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.loading.loaders import Joined, TrainLoader
+from lockstep_gpt.tokens.held_out import counts_within, eval_loaders, open_windows, split_of
+from lockstep_gpt.tokens.packing import Packing, Stream
+from lockstep_gpt.tokens.prepare import prepare_once
+from lockstep_gpt.tokens.shards import load_index
+from lockstep_gpt.tokens.sources.source import Source
+from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep_gpt.tokens.windows import Batch, Stored, move_to_device
+
+
+class Tokens(LightningDataModule):
+    """Plain Lightning; the source's tokens are prepared once, in a folder on disk.
+
+    In a notebook, without a run and a Trainer:
+
+        >>> from lockstep_gpt.tokens.sources.text import Text
+        >>> data = Tokens(Text(path="corpus.txt"), block_size=64, batch=8, seed=0)
+        >>> from lockstep_gpt.tokens.windows import read_windows
+        >>> tokens, targets = read_windows(data.windows["val"], range(8))
+        >>> tokens.shape
+        torch.Size([8, 64])
+
+    Args:
+        source: of the text, or of tokens.
+        block_size: tokens of a sample, T.
+        batch: the samples of a micro-batch, or what has a `micro_size`.
+        seed: decides the order of the training windows.
+        val_tokens: most tokens to validate on, in whole windows, at least one; None: all.
+        packing: how tokens fill windows; None: each continues where the one before it ends.
+        root: folder for prepared tokens.
+        fingerprint: that the tokens must have; None: those of the run, or of the current text.
+        run: decides once which tokens these are; None: there is none.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        block_size: int,
+        batch: lockstep.Batch | int,
+        seed: int,
+        val_tokens: int | None = None,
+        packing: Packing | None = None,
+        root: str = "data",
+        fingerprint: str | None = None,
+        run: lockstep.Run | None = None,
+    ) -> None:
+        super().__init__()
+        self.source = replace(source, root=root, fingerprint=fingerprint)
+        self.folder = prepare_once(self.source, run)
+        self.packing = packing or Stream()
+        self.windows = open_windows(self.folder, block_size, self.packing)
+        self.validated = counts_within(self.windows["val"].counts, val_tokens, block_size)
+        self.train_windows = len(self.windows["train"])
+        self.val_windows = sum(self.validated.values())
+        self.may_ignore = self.windows["train"].has_padding  # whether some targets don't count
+        index = load_index(self.folder)
+        self.fingerprint = index.fingerprint
+        self.tokenizer = from_dict(index.tokenizer)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.block_size = self.tokens_per_sample = block_size
+        self.batch = batch
+        self.seed = seed
+        self.force = run is not None and run.force
+
+    def train_dataloader(self) -> TrainLoader:
+        """Return endless batches, starting at the Trainer's current step."""
+        windows = self.windows["train"]
+        loader = lockstep.train_loader(
+            windows,
+            self.batch,
+            self.trainer,
+            seed=self.seed,
+            collate=windows.collate,
+            workers="thread",
+            endless=True,
+        )
+        planned = loader.trainer.max_steps * loader.samples_per_step
+        loader.order = self.source.order(windows.counts, planned, self.block_size, self.seed)
+        return loader
+
+    def val_dataloader(self) -> Joined:
+        """Return batches that contain every validation window once across all ranks."""
+        return eval_loaders(self.windows["val"], self.validated, self.batch, self.trainer)
+
+    def test_dataloader(self) -> Joined:
+        """Return batches that contain every test window once across all ranks."""
+        windows = split_of(self.windows, "test", self.folder)
+        return eval_loaders(windows, windows.counts, self.batch, self.trainer)
+
+    def transfer_batch_to_device(
+        self, batch: Stored, device: torch.device, dataloader_idx: int = 0
+    ) -> Stored:
+        """Move the ids; Lightning's default would search the batch for what it can move."""
+        return move_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:
+        """Return `(tokens, targets)`; ids travel to the device in their narrow stored type."""
+        return self.windows["train"].widen(batch)
+
+    def receipt_lines(self) -> dict[str, str]:
+        """Return what the receipt of a run says of the data and the windows."""
+        windows = f"{self.train_windows:,} windows to train on, {self.val_windows:,} to validate on"
+        packing = self.packing.describe(self.folder, self.block_size)
+        return {"data": f"{self.folder}, {windows}", **({"packing": packing} if packing else {})}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints say of the tokens; `generate` needs no more of the data."""
+        return {"tokenizer": self.tokenizer.to_dict(), "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse to train on with other tokens."""
+        is_training = self.trainer is not None and self.trainer.training
+        if is_training and not self.force and state_dict["fingerprint"] != self.fingerprint:
+            raise UserError(
+                f"the checkpoint is of a run on other tokens than {self.folder}; to train on them, "
+                f"set data.fingerprint={state_dict['fingerprint']}, or resume_force=true"
+            )

@@ -1,0 +1,130 @@
+"""`init_from`: begins a run with the weights of another run, or of a transformers folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lockstep
+from lightning import LightningDataModule, LightningModule
+from torch import Tensor
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
+from lockstep_gpt.run.directory import settled
+from lockstep_gpt.run.weights import set_weights, weights_for
+from lockstep_gpt.settings import as_typed
+from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.trained_model import tokenizer_of
+
+logger = logging.getLogger(__name__)
+
+# What decides the function that the weights are of, besides their shapes.
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "ngram_rows", "longest_ngram")
+POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
+# Two tokenizers that give the same ids for this text differ in the rarest words at most.
+PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
+
+
+def load_initial_weights(
+    init_from: str | Path, module: LightningModule, data: LightningDataModule
+) -> None:
+    """Load weights into a module that has not begun to train; every rank must call this.
+
+    Args:
+        init_from: a run, a checkpoint in one, or, for our models, a folder of transformers.
+        module: of which the attribute `model` is one of our models; of another one, all weights
+            are loaded.
+        data: of the run, whose tokenizer must be that of the weights.
+
+    Raises:
+        UserError: there is no such run or folder, its shape or vocabulary differs, or the ranks
+            read different weights.
+    """
+    path = Path(init_from).expanduser()
+    model = getattr(module, "model", None)
+    if not isinstance(model, LanguageModel):
+        lockstep.load_weights(path, module)
+        return
+    where = f"init_from={path}"
+    tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)
+    if is_run(path):
+        weights, saved_context = weights_of_run(path, model, tokenizer, where)
+    else:
+        from lockstep_gpt.extras.hub.pretrained import weights_of_folder  # only for these
+
+        weights, saved_context = weights_of_folder(path, model, tokenizer, where)
+    set_weights(model, weights, where)
+    context = model.block_size
+    logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{saved_context:,}")
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is a run directory, a checkpoint, or a tracker's."""
+    return path.is_file() or (path / "checkpoints").is_dir() or str(path).startswith("wandb:")
+
+
+def weights_of_run(
+    path: Path, model: LanguageModel, tokenizer: Tokenizer | None, where: str
+) -> tuple[dict[str, Tensor], int]:
+    """Return the weights of a run for `model`, and the run's context.
+
+    Raises:
+        UserError: the run's shape or tokenizer differs; the message starts with `where`.
+    """
+    checkpoint, content = with_newest(path, lambda path: (path, read_checkpoint(path)))
+    settings = settled(content["config"]).get("model")
+    if not isinstance(settings, dict):
+        raise UserError(f"{where} has no model like ours; name a run of this program")
+    _refuse_other_shape(settings, model, where)
+    saved = dict(content["state_dict"])
+    context = int(settings["block_size"])
+    for name in saved:
+        if name.endswith(POSITIONS):
+            if context < model.block_size:
+                raise UserError(
+                    f"{where} has learned positions for {context} tokens, and model.block_size="
+                    f"{model.block_size}; set model.block_size={context}"
+                )
+            saved[name] = saved[name][: model.block_size]
+    if tokenizer is not None and not _encode_alike(tokenizer_of(checkpoint, content), tokenizer):
+        raise UserError(
+            f"{where} has another tokenizer than the data; prepare the data with its own, "
+            f"tokenizer={path} where the source of data has that"
+        )
+    return weights_for(model, saved, where), context
+
+
+def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: str) -> None:
+    ours = f"{type(model).__module__}.{type(model).__qualname__}"
+    theirs = saved.get("_target_")
+    if theirs != ours:
+        raise UserError(
+            f"{where} has model._target_={theirs}, and here it is {ours}; choose a model of its "
+            "kind, such as model=gpt or model=modern"
+        )
+    for name in SHAPE:
+        if name not in saved or not hasattr(model, name):
+            continue
+        value = getattr(model, name)
+        saved_value = saved[name]
+        if name == "n_kv_head":
+            saved_value = saved_value or saved["n_head"]
+        is_used = name != "longest_ngram" or saved.get("ngram_rows")
+        if is_used and saved_value != value:
+            raise UserError(
+                f"{where} has {name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}; "
+                f"set model.{name}={as_typed(saved_value)}"
+            )
+
+
+def _encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return whether two tokenizers give the same ids for text; without text, whether equal."""
+    if first.vocab_size != second.vocab_size:
+        return False
+    if first.end_of_text is None or second.end_of_text is None:
+        return first.to_dict() == second.to_dict()
+    return bool(first.encode(PROBE).tolist() == second.encode(PROBE).tolist())

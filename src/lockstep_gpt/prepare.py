@@ -1,0 +1,64 @@
+"""`lockstep-gpt prepare`: create the token files of a data choice before a run needs them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep_gpt import CONFIGS, PROGRAM, processes, stop_signals
+from lockstep_gpt.building import build
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch import composed, targets
+from lockstep_gpt.launch.main import Jobs
+from lockstep_gpt.logs import LEVELS, log_to_stdout
+from lockstep_gpt.tokens import prepare as tokens
+from lockstep_gpt.tokens.shards import check_block_size, load_index
+
+HELP = f"""\
+usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]
+Tokenize a dataset, as {PROGRAM} train does if needed, with the same settings.
+--verify compares existing token files with their SHA-256."""
+VERIFY = "--verify"
+
+
+@log_to_stdout()
+def main(words: list[str]) -> int:
+    """Prepare the tokens that these settings describe, or those of each job of a sweep."""
+    if "--help" in words:
+        print(HELP)
+        return 0
+    processes.name_program(sys.modules["__main__"], f"{processes.invocation()} prepare")
+    stop_signals.install(has_keyboard=True).interrupt()
+    settings = [word for word in words if word != VERIFY]
+    jobs = Jobs(partial(_prepare, verify=VERIFY in words), settings)
+    source = composed.Source(_prepare, str(CONFIGS), "train", "1.3")
+    with tempfile.TemporaryDirectory() as folder:  # for what Hydra itself writes
+        places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        composed.call(source, [*composed.for_hydra(settings), *places], jobs.run)
+    return jobs.status
+
+
+def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
+    """Prepare the tokens of one configuration; return the exit status and no value."""
+    logging.getLogger().setLevel(LEVELS[config.verbosity])
+    data = config.data
+    if "source" not in data:
+        raise UserError(
+            f"data._target_={data._target_} has no source of tokens, so there is nothing to "
+            f"prepare; choose another data, as in {PROGRAM} prepare data=stdlib"
+        )
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    targets.refuse_mistakes({"data": {"source": values["data"]["source"]}})
+    source = replace(build(data.source), root=data.root, fingerprint=data.fingerprint)
+    folder = tokens.prepare(source, verify, tell=True)
+    check_block_size(load_index(folder), data.block_size)
+    if data.packing is not None:
+        build(data.packing).prepare(folder, data.block_size)
+    return 0, math.nan

@@ -1,0 +1,68 @@
+"""What a run can't promise: said once, when training begins."""
+
+import logging
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+
+from lockstep_gpt.loading.loaders import EvalLoader, Joined, TrainLoader
+from lockstep_gpt.settings import counted
+from lockstep_gpt.torch_patches import BatchNorm
+
+logger = logging.getLogger(__name__)
+
+
+def tell_limits(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Log why results may depend on the number of ranks, or on restarts."""
+    if trainer.world_size > 1:
+        warn_of_own_statistics(pl_module)
+    lines = limits_of_loaders(trainer)
+    if lines:
+        logger.info("  loaders  %s", "; ".join(lines))
+
+
+def warn_of_own_statistics(model: nn.Module) -> None:
+    """Warn if layers normalize with the statistics of one rank's samples."""
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
+    count = sum(not isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+    if count:
+        logger.warning(
+            "the model has %s, with the statistics of each rank's own samples: results depend on "
+            "the number of ranks; use a norm over channels, or trainer.sync_batchnorm=true on GPUs",
+            counted(count, "BatchNorm layer"),
+        )
+
+
+def limits_of_loaders(trainer: Trainer) -> list[str]:
+    """Return what is up to loaders that aren't ours; empty if all are."""
+    lines = []
+    train = loaders_in(trainer.train_dataloader)
+    if not all(isinstance(loader, TrainLoader) for loader in train):
+        lines.append(
+            f"train_dataloader returns {names_of(train)}, not a train_loader: the order of "
+            "samples, restarts in mid-epoch, and equal results on other numbers of devices are "
+            "up to it"
+        )
+    val = loaders_in(trainer.val_dataloaders)
+    if not all(isinstance(loader, EvalLoader | Joined) for loader in val):
+        lines.append(
+            f"val_dataloader returns {names_of(val)}, not an eval_loader: several ranks may "
+            "count samples twice"
+        )
+    return lines
+
+
+def loaders_in(loaders: Any) -> list[Any]:
+    """Return the loaders in any nesting of them."""
+    if loaders is None:
+        return []
+    if not isinstance(loaders, CombinedLoader):
+        loaders = CombinedLoader(loaders)
+    return list(loaders.flattened)
+
+
+def names_of(loaders: list[Any]) -> str:
+    """Return the names of their classes."""
+    return " and ".join(sorted({f"a {type(loader).__name__}" for loader in loaders}))

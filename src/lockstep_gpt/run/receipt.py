@@ -1,0 +1,44 @@
+"""What rank 0 says of any run before its first step."""
+
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+from torch import nn
+
+from lockstep_gpt.distributed.ddp import DDPStrategy
+from lockstep_gpt.distributed.ranks import backend_here
+from lockstep_gpt.settings import counted
+
+
+def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str]:
+    """Return label -> line: what is trained, on which devices, and how they work together.
+
+    Args:
+        trainer: is about to train.
+        module: what it trains; None: no line is about it.
+    """
+    threads = counted(torch.get_num_threads(), "thread")
+    facts = {
+        "devices": f"{trainer.world_size} x {trainer.strategy.root_device.type}, {threads} each",
+        "strategy": strategy_line(trainer),
+        "precision": str(trainer.precision),
+    }
+    if module is None:
+        return facts
+    size = sum(weight.numel() for weight in module.parameters())
+    return {"module": f"{type(module).__name__}, {counted(size, 'parameter')}", **facts}
+
+
+def strategy_line(trainer: Trainer) -> str:
+    """Return which strategy it is, over what it exchanges, and the memory that it needs."""
+    strategy = trainer.strategy
+    line = type(strategy).__name__
+    if trainer.world_size > 1 and dist.is_initialized():
+        line += f" over {backend_here()}"
+    accumulation = trainer.accumulate_grad_batches
+    if isinstance(strategy, DDPStrategy) and strategy.copies_gradients(accumulation):
+        line += ", plus memory for its buckets: 1 more gradient of all weights"
+    parts = getattr(strategy, "tensor_parallel", 1)
+    if parts > 1:
+        line += f", {trainer.world_size // parts} data x {parts} tensor parallel"
+    return line
