@@ -18,7 +18,7 @@ from lockstep_gpt.exits import after_signal
 from lockstep_gpt.extras.evidence.fairness import Setting, refuse_other_runs
 from lockstep_gpt.extras.evidence.sides import Side, is_finished
 from lockstep_gpt.extras.evidence.workers import Job, Workers
-from lockstep_gpt.launch import composed, devices, targets
+from lockstep_gpt.launch import composed, devices, flags, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.programs import train_program
@@ -46,18 +46,16 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
         name = word.partition("=")[0]
         if name in OURS or (name == "seed" and word in side.words):
             raise UserError(f"{word}: compare sets {name} for each run; remove it")
-    plans: list[Plan] = []
 
-    def job(config: DictConfig) -> None:
+    def job(config: DictConfig) -> Plan:
         values = composed.values_to_freeze(config)
         targets.refuse_mistakes(values, {"*": ("*",)})
         placement = devices.found(values, LaunchSettings.of(values))
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
         setting = Setting(side.name, values, _tokens(config, placement), typed)
-        plans.append(Plan(setting, placement))
+        return Plan(setting, placement)
 
-    composed.call(train_program().source, composed.for_hydra(words), job)
-    return plans[0]
+    return flags.each_job(train_program(), words, job)[0]
 
 
 def _tokens(config: DictConfig, placement: Placement) -> int:
