@@ -12,7 +12,8 @@ from typing import Any
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.evidence.measures import Measure
 from lockstep_gpt.extras.evidence.sides import Runs
-from lockstep_gpt.run.directory import MAY_DIFFER, differences, flat, some_of
+from lockstep_gpt.run.directory import MAY_DIFFER, RunDirectory, differences, flat, some_of
+from lockstep_gpt.tokens.prepare import DECIDED
 
 # What a run is called, where it is, and who hears of it.
 NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")
@@ -91,13 +92,19 @@ def refuse_other_tokens(groups: Sequence[Runs], measure: Measure) -> None:
     if measure.is_of_text:
         groups_of_runs = [[run for runs in groups_of_runs for run in runs]]
     for runs in groups_of_runs:
-        tokens = [run.notes().get("tokens") for run in runs]
+        tokens = [_tokens_of(run) for run in runs]
         for run, theirs in zip(runs, tokens, strict=True):
             if theirs != tokens[0]:
                 raise UserError(
                     f"{runs[0].path} and {run.path} have other data, {str(tokens[0])[:8]} and "
                     f"{str(theirs)[:8]}, so their {measure.name} {OTHER_DATA}"
                 )
+
+
+def _tokens_of(run: RunDirectory) -> str | None:
+    """Return the fingerprint of the tokens that a run has decided; None without token data."""
+    decided = run.notes().get(DECIDED)
+    return decided["fingerprint"] if decided else None
 
 
 def warnings(settings: Sequence[Setting]) -> list[str]:

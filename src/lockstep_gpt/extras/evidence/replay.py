@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import RunError
+from lockstep_gpt.launch.composed import HYDRA_FILE
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -62,6 +63,8 @@ def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirecto
     directory.create(_values(steps, folder, noise))
     if steps.run.decided.exists():  # such as which tokens it trains with
         shutil.copyfile(steps.run.decided, directory.decided)
+    (folder / HYDRA_FILE).parent.mkdir()
+    shutil.copyfile(steps.run.path / HYDRA_FILE, folder / HYDRA_FILE)
     if steps.start:
         directory.checkpoints.mkdir()
         for path in files_of(checkpoint_path(steps.run.checkpoints, steps.start)):
