@@ -1,97 +1,87 @@
+"""What the project's configuration composes to."""
+
 import itertools
 import math
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lockstep_gpt import extras
-from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import from_container
-from lockstep_gpt.config_files import config_folder, yaml_files
-from lockstep_gpt.tokens import data_settings
+from lockstep_gpt import CONFIGS
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import compose
-from lockstep_gpt.launch.checks import SHARDABLE
+from lockstep_gpt.launch import composed, targets
+from lockstep_gpt.programs import train_program
 from lockstep_gpt.run.directory import flat
-from lockstep_gpt.training.building import schedule_of
 
 SECRET = "canary-2f6c"
-CHOICES = data_settings.data_choices()
-WITH_PATH = sorted(name for name, settings in CHOICES.items() if hasattr(settings, "path"))
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
+# Bases of other choices, which leave something open, and choices that need values from the user.
+OPEN = {"model": ("gpt", "modern"), "data": ("tokens", "mixture")}
 
 
-def jobs(*arguments):
-    """The result of `checked` for each job: `(values, config)` or the error."""
-    ends = []
+def jobs(*words):
+    """Return the frozen values of each job."""
+    made = []
 
     def job(config):
-        try:
-            ends.append(compose.resolve_config(config))
-        except UserError as error:
-            ends.append(error)
+        made.append(composed.values_to_freeze(config))
 
-    compose.run(list(arguments), job)
-    return ends
+    composed.call(train_program().source, composed.for_hydra(list(words)), job)
+    return made
 
 
-def composed(*arguments):
-    (end,) = jobs(*arguments)
-    if isinstance(end, UserError):
-        raise end
-    return end
+def values_of(*words):
+    """Return the frozen values of a command, and the same with all references resolved."""
+    (values,) = jobs(*words)
+    config = OmegaConf.create(values)
+    return values, config
 
 
-def refusal(*arguments):
+def refusal(*words):
     with pytest.raises(UserError) as error:
-        composed(*arguments)
+        jobs(*words)
     line = str(error.value)
     assert "\n" not in line
     return line
 
 
 def choices(group):
-    return sorted(yaml_files(group))
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
 def complete(group):
-    """Return the choices that need no other settings; tests of their extras compose the others."""
-    texts = {name: path.read_text() for name, path in yaml_files(group).items()}
-    needs = ("${initial:", "/data/mixture", "${oc.env:")
-    return [name for name, text in texts.items() if not any(word in text for word in needs)]
+    """Return the choices that need no other settings."""
+    needs = ("${initial:", "${oc.env:")
+    texts = {name: (CONFIGS / group / f"{name}.yaml").read_text() for name in choices(group)}
+    known = [name for name, text in texts.items() if not any(word in text for word in needs)]
+    return [name for name in known if name not in OPEN.get(group, ())]
 
 
 def every_choice():
     """Command lines that together use every choice of every group."""
     groups = {group: itertools.cycle(complete(group)) for group in GROUPS}
-    lines = [
-        [f"{group}={next(names)}" for group, names in groups.items()]
-        for _ in range(max(len(complete(group)) for group in GROUPS))
+    count = max(len(complete(group)) for group in GROUPS)
+    return [
+        [f"{group}={next(names)}" for group, names in groups.items()] for _ in range(count)
     ]
-    for line in lines:
-        if "strategy=fsdp2" in line:  # it rejects an optimizer of your own
-            allowed = [f"optim={name}" for name in SHARDABLE]
-            line[:] = [
-                "optim=adamw" if word.startswith("optim=") and word not in allowed else word
-                for word in line
-            ]
-    return lines
 
 
-@pytest.mark.parametrize("arguments", every_choice(), ids=" ".join)
-def test_every_choice_of_every_group_composes(arguments):
-    values, config = composed(*arguments)
-    taken = dict(argument.split("=") for argument in arguments)
-    # A choice with another name, such as one of yours, may have any class.
-    assert CHOICES.get(taken["data"], type(config.data)) is type(config.data)
-    assert from_container(values) == config
+@pytest.mark.parametrize("words", every_choice(), ids=" ".join)
+def test_every_choice_of_every_group_has_only_arguments_of_its_class(words):
+    values, _ = values_of(*words)
+    targets.refuse_mistakes(values, {"*": ("*",)})
+    with pytest.raises(UserError, match="has no argument zzz"):
+        targets.refuse_mistakes({**values, "data": {**values["data"], "zzz": 1}}, {"*": ("*",)})
 
 
 @pytest.mark.parametrize("name", complete("experiment"))
 def test_every_experiment_composes_to_the_settings_in_its_file(name):
-    values, config = composed(f"experiment={name}")
-    file = OmegaConf.load(yaml_files("experiment")[name])
+    values, config = values_of(f"experiment={name}")
+    file = OmegaConf.load(CONFIGS / f"experiment/{name}.yaml")
     settings = OmegaConf.to_container(file)
     settings = {key: settings[key] for key in settings if key not in ("defaults", "hydra")}
     plain = {path: value for path, value in flat(settings) if "${" not in str(value)}
@@ -101,8 +91,8 @@ def test_every_experiment_composes_to_the_settings_in_its_file(name):
 
 
 def test_the_classic_recipe_is_nanogpts_step_for_step():
-    _, config = composed("experiment=gpt2_classic")
-    schedule = schedule_of(config, config.batch.build().spread_over(1))
+    _, config = values_of("experiment=gpt2_classic")
+    schedule = instantiate(config.schedule, steps=config.max_steps, peak=config.optim.lr)
 
     def rate(step):  # of train.py there: 100 steps of warmup, then a cosine from 1e-3 to 1e-4
         if step < 100:
@@ -112,35 +102,25 @@ def test_the_classic_recipe_is_nanogpts_step_for_step():
     ours, theirs = ([*map(function, range(2000))] for function in (schedule.lr, rate))
     assert ours == pytest.approx(theirs, rel=2e-3)  # it would come down one step later
     shape, optim = config.model, config.optim
-    assert (shape.architecture, shape.bias, shape.dropout) == ("gpt", False, 0.0)
+    assert (shape._target_, shape.bias, shape.dropout) == ("lockstep_gpt.gpt.GPT", False, 0.0)
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (4, 4, 128, 64)
-    assert (optim.algorithm, optim.beta1, optim.beta2, optim.eps) == ("adamw", 0.9, 0.99, 1e-8)
-    assert (optim.weight_decay, clip_norm) == (0.1, 1.0)
+    assert optim._target_ == "lockstep_gpt.optim.adamw"
+    assert (optim.beta1, optim.beta2, optim.eps) == (0.9, 0.99, 1e-8)
+    assert (optim.weight_decay, config.clip_norm) == (0.1, 1.0)
     assert (config.batch.global_size, config.max_steps, config.precision) == (12, 2000, "32-true")
+    assert config.batch.reference_size == 12  # so the rate isn't scaled
 
 
 def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
-    _, config = composed("experiment=gpt2_124m", "trainer=cpu", "max_steps=7", "optim.lr=0.5")
+    _, config = values_of("experiment=gpt2_124m", "trainer=cpu", "max_steps=7", "optim.lr=0.5")
     assert (config.model.n_embd, config.precision) == (768, "bf16-mixed")
-    assert (config.trainer["accelerator"], config.max_steps, config.optim.lr) == ("cpu", 7, 0.5)
+    assert (config.trainer.accelerator, config.max_steps, config.optim.lr) == ("cpu", 7, 0.5)
 
 
-@pytest.mark.parametrize("argument", ["documents.mask=true"])
-def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
-    monkeypatch.setattr(extras, "__path__", [])
-    assert refusal(argument) == f"{argument} needs {how_to_add('datasets')}"
-
-
-def test_a_file_that_the_project_s_would_replace_is_refused(tmp_path):
-    (tmp_path / "experiment").mkdir()
-    own = config_folder() / "experiment/smoke.yaml"
-    file = tmp_path / "experiment/smoke.yaml"
-    file.write_bytes(own.read_bytes())
-    words = ("experiment=smoke", "--config-dir", str(tmp_path))
-    assert composed(*words)[1].max_steps == 20
-    file.write_text("# @package _global_\nmax_steps: 3\n")
-    line = f"{file} has the name of {own}, which Hydra would read instead; rename it"
-    assert refusal(*words) == line
+def test_a_choice_of_an_optimizer_brings_its_schedule_and_its_clipping():
+    _, config = values_of("experiment=smoke", "optim=muon", "schedule.decay_fraction=0.5")
+    assert (config.schedule.decay, config.schedule.decay_fraction) == ("wsd", 0.5)
+    assert (config.clip_norm, config.optim.head_lr_fraction) == (None, 0.2)
 
 
 def test_a_user_s_own_experiment_is_found_through_config_dir(tmp_path):
@@ -148,47 +128,48 @@ def test_a_user_s_own_experiment_is_found_through_config_dir(tmp_path):
     (tmp_path / "experiment" / "of_this_test.yaml").write_text(
         "# @package _global_\ndefaults:\n  - smoke\nseed: 5\n"
     )
-    _, config = composed("experiment=of_this_test", "--config-dir", str(tmp_path))
+    _, config = values_of("experiment=of_this_test", "--config-dir", str(tmp_path))
     assert (config.seed, config.max_steps) == (5, 20)
 
 
 def test_environment_variables_stay_references(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", SECRET)
-    values, config = composed(
+    values, config = values_of(
         "run_name=${oc.env:SECRET_KEY}",
         "+logger.a._target_=builtins.dict",  # takes any argument
         "+logger.a.second=${run_name}",
         "+logger.a.inside='key ${oc.env:SECRET_KEY}'",
         "+logger.a.list=[1,'${oc.env:SECRET_KEY}']",
-        "+logger.b=${logger.a}",
         "+logger.a.decoded='${oc.decode:${oc.env:SECRET_KEY}}'",
         "+logger.a.seed=${seed}",
     )
     assert SECRET not in yaml.safe_dump(values)
-    assert (values["run_name"], values["logger"]["a"]["seed"]) == ("${oc.env:SECRET_KEY}", 1337)
-    assert config.run_name == config.logger["a"]["second"] == SECRET
-    assert config.logger["a"]["inside"] == f"key {SECRET}"
-    assert config.logger["b"]["list"] == [1, SECRET]
+    assert values["run_name"] == "${oc.env:SECRET_KEY}"
+    assert config.run_name == config.logger.a.second == SECRET
+    assert (config.logger.a.inside, config.logger.a.seed) == (f"key {SECRET}", 1337)
+    assert config.logger.a.list == [1, SECRET]
 
 
-def test_other_references_are_resolved_when_the_run_is_frozen():
-    values, _ = composed(
-        "run_name=run-${seed}-${now:%Y}", "+trainer.min_steps=${schedule.warmup}", "seed=4"
-    )
-    assert values["run_name"].startswith("run-4-20")
-    assert values["trainer"]["min_steps"] == 15
+def test_what_depends_on_the_time_is_decided_once():
+    values, config = values_of("run_name=run-${seed}-${now:%Y}", "seed=4")
+    assert values["run_name"] == config.run_name
+    assert config.run_name.startswith("run-4-20")
 
 
 def test_the_command_line_alone_can_describe_a_run():
-    _, config = composed("~experiment", "max_steps=3", "batch.global_size=2")
+    _, config = values_of("~experiment", "max_steps=3", "batch.global_size=2")
     assert (config.max_steps, config.batch.global_size) == (3, 2)
-    assert refusal("~experiment", "max_steps=3").startswith("batch.micro_size=null and batch.")
 
 
 def test_each_job_of_a_sweep_is_composed_by_itself(tmp_path):
-    ends = jobs("--multirun", f"run_dir={tmp_path}", "max_steps=5,0", "seed=1")
-    assert ends[0][1].max_steps == 5
-    assert str(ends[1]) == "max_steps=0 must be at least 1"
+    made = jobs("--multirun", f"run_dir={tmp_path}", "max_steps=5,7", "seed=1")
+    assert [values["max_steps"] for values in made] == [5, 7]
+
+
+def test_an_argument_that_no_yaml_file_lists_needs_no_plus():
+    _, config = values_of("trainer.limit_val_batches=2", "callbacks.progress.line_seconds=3")
+    assert (config.trainer.limit_val_batches, config.callbacks.progress.line_seconds) == (2, 3)
+    assert refusal("trainer.zzz=2").startswith("unknown setting trainer.zzz; ")
 
 
 def test_an_error_of_the_job_itself_is_not_taken_for_a_wrong_setting():
@@ -196,18 +177,45 @@ def test_an_error_of_the_job_itself_is_not_taken_for_a_wrong_setting():
         raise ValueError(f"a fault at step {config.max_steps}")
 
     with pytest.raises(ValueError, match="a fault at step 3") as fault:
-        compose.run(["max_steps=3"], job)
+        composed.call(train_program().source, ["max_steps=3"], job)
     assert not isinstance(fault.value, UserError)
 
 
-def test_words_are_understood_by_one_extra_after_the_other(tmp_path, monkeypatch):
-    for name, line in (
-        ("first", "[*words, 'seed=1']"),
-        ("second", "[*words[:-1], words[-1] + '2']"),
-    ):
-        (tmp_path / f"words_{name}").mkdir()
-        target = f'ARGUMENTS = ".extras.words_{name}:understood"'
-        code = f"{target}\n\n\ndef understood(words):\n    return {line}\n"
-        (tmp_path / f"words_{name}/__init__.py").write_text(code)
-    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
-    assert composed("max_steps=900")[0]["seed"] == 12
+def parsed(word):
+    return OverridesParser.create().parse_override(word).value()
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="$")))
+def test_a_text_that_hydra_cannot_read_is_quoted(value):
+    odd = f"=#{value}"  # begins with what has no meaning in Hydra's grammar
+    assert parsed(composed.quoted(f"run_name={odd}")) == odd
+
+
+@pytest.mark.parametrize("name", ["größe", "a#b", "it's", 'a"b', "step=5.ckpt", "a=b/step=5.ckpt"])
+@pytest.mark.parametrize("setting", ["run_dir", "resume", "data.source.path"])
+def test_a_path_needs_no_quotes_for_hydra(name, setting):
+    assert parsed(composed.quoted(f"{setting}={name}")) == name
+
+
+@pytest.mark.parametrize("name", ["1e3", "12e4567", "1.10", "1_000", "007", "7", "-3", ".5"])
+@pytest.mark.parametrize("setting", ["run_name", "run_dir"])
+def test_a_name_that_looks_like_a_number_is_not_rounded(name, setting):
+    assert parsed(composed.quoted(f"{setting}={name}")) == name
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("run_name=null", "run_name=a-1", "run_name=1,2", "optim.lr=1e-3", "run_dir=runs/1"),
+        *("run_dir=a,b", "run_dir='a=b'", "run_dir=${run_name}/1", "seed=1"),
+    ],
+)
+def test_other_words_keep_hydra_s_meaning(word):
+    assert composed.quoted(word) == word
+
+
+def test_a_run_can_have_any_name_of_a_folder(command):
+    name = "größe [1] #{it's}"
+    command.train(f"run_dir={name}", "max_steps=2", "schedule.warmup=0")
+    assert command.summary(name)["status"] == "done"
+    assert "is done" in command("train", f"run_dir={name}", "resume=auto").stdout

@@ -76,7 +76,7 @@ def quoted(word: str) -> str:
     if not NUMBER_AS_NAME.fullmatch(word):
         try:
             OverridesParser.create().parse_override(word)
-        except OverrideParseException:
+        except HydraException:
             pass
         else:
             return word
@@ -97,9 +97,10 @@ def for_hydra(words: list[str]) -> list[str]:
     if not named or placed or named[-1] in ("", "null"):
         return added_words
     path = Path(named[-1].strip("'\""))
+    place = quoted(f"run_dir={named[-1]}").partition("=")[2]
     if path.is_file():
         raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
-    added_words += [f"{setting}{named[-1]}" for setting in hydras]
+    added_words += [f"{setting}{place}" for setting in hydras]
     if (path / "config.yaml").is_file():  # a run: what Hydra has written there stays
         added_words.append("hydra.output_subdir=null")
     return added_words
