@@ -29,7 +29,7 @@ class Trace(StepCallback):
     """
 
     def __init__(self, every: int = 10) -> None:
-        check_whole("callbacks.trace.every", every, at_least=1)
+        check_whole("every", every, at_least=1)
         self.directory = Run.current().directory
         self.every = every
         self._batch: Any = None
@@ -39,7 +39,7 @@ class Trace(StepCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue the file, and watch the gradients."""
         super().on_train_start(trainer, pl_module)
-        refuse_without_replicas(trainer, "guard.trace", True, "false")
+        refuse_without_replicas(trainer, "Trace")
         self._bits = GradientBits(pl_module)
         self._file = TraceFile(self.directory, self._bits.named)
         if trainer.is_global_zero:

@@ -34,7 +34,9 @@ def model_card(
     config = settled(content["config"])
     name = _name(source)
     trust = ", trust_remote_code=True" if code else ""
-    rows = "\n".join(f"| {fact} | {value} |" for fact, value in _facts(content, config, model, source))
+    rows = "\n".join(
+        f"| {fact} | {value} |" for fact, value in _facts(content, config, model, source)
+    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -30,6 +30,7 @@ from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
 from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.settings import check_number, check_whole
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training.counted_targets import CountTargets
 
@@ -72,10 +73,8 @@ class SyncPanel(StepCallback):
             ("ranks", ranks, 1),
             ("files", files, 1),
         ):
-            if value < least:
-                raise UserError(f"callbacks.sync_panel.{name}={value} must be at least {least}")
-        if not 0 <= smoothing < 1:
-            raise UserError(f"callbacks.sync_panel.smoothing={smoothing} must be from 0 to below 1")
+            check_whole(name, value, at_least=least)
+        check_number("smoothing", smoothing, at_least=0, below=1)
         self.every = every
         self.values = values
         self.files = files
