@@ -1,4 +1,4 @@
-"""`callbacks=[default,replays]`: a micro-batch computed again, on another rank, has the same bits."""
+"""`callbacks=[default,replays]`: micro-batches computed again, on another rank, have equal bits."""
 
 from itertools import pairwise
 from types import SimpleNamespace
