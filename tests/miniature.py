@@ -83,7 +83,7 @@ class Run:
         first = [MicroBatchSeeds(self.config.seed)]
         if Metrics not in chosen:
             first.append(Metrics(self.batch, every=self.config.log_every))
-        if "strategy" not in settings and self.config.batch.exact_micro_size is not None:
+        if "strategy" not in settings and self.config.batch.get("exact_micro_size") is not None:
             settings["strategy"] = strategies.auto(batch=self.batch)
         last = [self.clipping]
         trainer = lightning.Trainer(

@@ -7,7 +7,7 @@ import pytest
 from lockstep_gpt import cli
 from lockstep_gpt.testing import command as check_command
 
-SHORT = ["data.val_tokens=512", "callbacks=[]", "model.n_layer=1"]
+SHORT = ["val_tokens=512", "callbacks=[]", "model.n_layer=1"]
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-
 from lockstep_gpt.config import Config
+
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster import collectives, speed
 from lockstep_gpt.extras.cluster.collectives import (

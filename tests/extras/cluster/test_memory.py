@@ -6,6 +6,8 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -24,10 +26,8 @@ from lockstep_gpt.extras.cluster.memory import (
 from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
 from lockstep_gpt.extras.cluster.tracing import built, step, trace_peak
 from lockstep_gpt.model import functional
-from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.torch_patches import empty_buckets
-from lockstep_gpt.training.optim_settings import OptimConfig, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)

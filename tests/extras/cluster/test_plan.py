@@ -4,9 +4,9 @@ import sys
 import time
 
 import pytest
+from lockstep_gpt.config_files import yaml_files
 
 from lockstep_gpt import PROGRAM, cli
-from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import OF_GPT2, WORLD_SIZES
 from lockstep_gpt.extras.cluster.prediction import predict

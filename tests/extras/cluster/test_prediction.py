@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 import pytest
+from lockstep_gpt.training.building import schedule_of
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
-from lockstep_gpt.training.building import schedule_of
 from lockstep_gpt.training.orthogonalization import flops_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from lockstep_gpt.model.model_settings import ModelConfig
 
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
@@ -19,7 +20,6 @@ from lockstep_gpt.extras.cluster.step_time import (
     step_time,
 )
 from lockstep_gpt.extras.cluster.tracing import shaped
-from lockstep_gpt.model.model_settings import ModelConfig
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.renamed import renamed
+from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.loading.order import RankOrder
+from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import splits_of
 from lockstep_gpt.tokens.shards import check_content, load_index, open_split
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.windows import Stored, StreamWindows, read_windows
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.renamed import renamed
-from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.settings import setting
 
 T = 16
 

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from lockstep_gpt.training.trained_model import load_model
 
-from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.tokens.recipe import folder_of
 
 PACKED = ["packing=documents", "documents.mask=true"]
 

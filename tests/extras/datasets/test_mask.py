@@ -5,10 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from lockstep_gpt.config import Config
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import attention
 from lockstep_gpt.extras.datasets.attention import (
@@ -20,9 +22,7 @@ from lockstep_gpt.extras.datasets.attention import (
 from lockstep_gpt.extras.datasets.mask import Documents, mask, mask_documents
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 640}
 ARCHITECTURES = {

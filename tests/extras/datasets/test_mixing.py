@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import recipe_of
 from lockstep_gpt.tokens.shards import check_content, load_index
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 

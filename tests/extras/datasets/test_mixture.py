@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture, with_sources
+from lockstep_gpt.tokens.sources.text import Text
 
 TEXT, MIXTURE = (
     f"{source_class.__module__}.{source_class.__name__}" for source_class in (Text, Mixture)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.past import keep_past
+from lockstep_gpt.tokens.sources.text import Text
 
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
 ROW = (

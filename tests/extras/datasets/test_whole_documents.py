@@ -5,12 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-
 from lockstep_gpt.tokens.data_settings import data_choices
 from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources.text import Text
+
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.extras.datasets.packed_windows import PackedWindows
@@ -21,6 +18,9 @@ from lockstep_gpt.extras.datasets.whole_documents import (
     pack,
 )
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources.text import Text
 
 
 @pytest.fixture

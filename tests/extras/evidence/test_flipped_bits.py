@@ -9,6 +9,11 @@ from lockstep_gpt.extras.evidence.flips import flip
 from lockstep_gpt.run.checkpoint import checkpoints_in, write_checkpoint
 
 FLIP = "+callbacks.flip._target_=lockstep_gpt.extras.evidence.flips.FlippedBit"
+# After the callback that flips a bit, so that it sees what the model does.
+TRACE = (
+    "+callbacks.trace._target_=lockstep_gpt.training.trace.Trace",
+    "+callbacks.trace.every=2",
+)
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 REPLAYS = ("callbacks=[default,replays]", "callbacks.replays.every=1")
 SHORT = ("max_steps=6", "val_every=6", "checkpoint.every=6", "model.dropout=0.1", "log_every=2")
@@ -59,8 +64,7 @@ def test_with_a_single_rank_replays_repeat_its_own(command):
     ],
 )
 def test_verify_names_the_step_and_the_place(command, kind, place):
-    words = ("callbacks=[default,trace]", "batch.micro_size=2", "run_dir=run")
-    command.train(*SHORT, *flipping(kind), *words)
+    command.train(*SHORT, *flipping(kind), *TRACE, "batch.micro_size=2", "run_dir=run")
     result = command("verify", "run", status=1)
     line = result.stdout.splitlines()[-1]
     name = (command.folder / "note").read_text()

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
 from tokenizers import ByteLevelBPETokenizer
 
+from lockstep_gpt.extras.hub.folder import export
+from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
+from lockstep_gpt.settings import is_module
 from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
 from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.extras.hub.folder import export
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
-from lockstep_gpt.settings import is_module
 
 STDLIB = StandardLibrary()._target_
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt import cli
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt import cli, gpt
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.expected_logits import ACTIVATIONS, gpt2_logits
 from lockstep_gpt.extras.hub.folder import export
 from lockstep_gpt.extras.hub.layouts import GPT2_COMPUTES, LAYOUTS
-from lockstep_gpt import gpt
 from lockstep_gpt.settings import is_module
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 WITH_MODERN = pytest.mark.skipif(
     not is_module("model", "modern"), reason="this project was made without the extra modern"

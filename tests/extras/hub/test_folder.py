@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
+from lockstep_gpt.training.trained_model import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep_gpt import cli
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub import folder as module
 from lockstep_gpt.extras.hub.card import MARK
@@ -22,7 +22,7 @@ from lockstep_gpt.run.checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="session")

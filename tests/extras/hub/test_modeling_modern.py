@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.settings import is_module
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     not is_module("model", "modern"), reason="this project was made without the extra modern"

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 import torch
+from lockstep_gpt.training.initial_weights import load_initial_weights
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.initial_weights import load_initial_weights
 
 SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke
 
