@@ -33,8 +33,8 @@ def test_bash_completes_commands_choices_and_settings(tmp_path):
     lines = {
         "": " ".join(name for name in cli.COMMANDS if name != "-sc"),
         "tr": "train",
-        "train model=gp": "model=gpt2 model=gpt2_large model=gpt2_medium model=gpt2_xl",
-        "train optim.warm": "schedule.warmup=",
+        "train model=gp": "model=gpt model=gpt2 model=gpt2_large model=gpt2_medium model=gpt2_xl",
+        "train schedule.warm": "schedule.warmup=",
         "prepare data=st": "data=stdlib",
         "generate --pr": "",
     }

@@ -14,13 +14,15 @@ from typing import Any, cast
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.errors import UserError, describe_error
 from lockstep_gpt.settings import as_typed
 
 LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
+# Names: this module needs neither Lightning nor torch.
+WRONG_ARGUMENT = ("MisconfigurationException", "TypeError", "ValueError")
 TARGETS = re.compile(r'"(?:_target_|path)": "(.+?)"')
 
 
@@ -43,7 +45,7 @@ def build(node: Any, **given: Any) -> Any:
     """
     config = cast(DictConfig, node if OmegaConf.is_config(node) else OmegaConf.create(node))
     place = config._get_full_key(None)
-    values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    values = _resolved(config)
     target = values.get("_target_")
     if not isinstance(target, str):
         raise UserError(f"{place or 'a node'} has no _target_, which names its class; set it")
@@ -56,13 +58,27 @@ def build(node: Any, **given: Any) -> Any:
     for name in own.keys() & arguments.keys():
         arguments[name] = _joined(f"{place}.{name}".lstrip("."), own.pop(name), arguments[name])
     try:
+        inspect.signature(function).bind(**own, **arguments)
+    except TypeError as error:  # such as a required argument that nobody gives
+        raise UserError(f"{place}: {target.rpartition('.')[2]} has {error}".lstrip(": ")) from None
+    try:
         return function(**own, **arguments)
     except UserError as mistake:
         raise _of_node(place, mistake, accepted) from mistake
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        if not str(getattr(function, "__module__", "")).startswith(LIBRARIES):
+    except Exception as error:
+        is_of_library = str(getattr(function, "__module__", "")).startswith(LIBRARIES)
+        if not (is_of_library and type(error).__name__ in WRONG_ARGUMENT):
             raise  # a traceback of the owner's code tells more
         raise UserError(f"{place}: {' '.join(str(error).split())}".lstrip(": ")) from error
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """Return a node's values, or raise a `UserError` if one is missing, or refers to nothing."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}; set it") from None
+    return cast(dict[str, Any], values)
 
 
 def instantiate_all(nodes: Mapping[str, Any] | None, **given: Any) -> list[Any]:

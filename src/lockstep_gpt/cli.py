@@ -126,6 +126,7 @@ def _report_interrupt(name: str) -> int:
 
 def train(words: list[str]) -> int:
     """Train, as `train.py` says."""
+    sys.argv[0] = PROGRAM  # the name by which Hydra's script for the shell calls it
     return train_program().run(words)
 
 

@@ -67,7 +67,7 @@ def test_joined_ranks_give_the_bits_of_one_rank(command, joined):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
-    ("word", "instead"), [("optim.lr=0.5", "0.003"), ("launch.grace_seconds=3.0", "60.0")]
+    ("word", "instead"), [("optim.lr=0.5", "0.003"), ("launch.grace_seconds=3.0", "60")]
 )
 def test_joined_rank_with_another_configuration_is_named(command, joined, word, instead):
     words = command.smoke("trainer=cpu")

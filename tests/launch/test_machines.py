@@ -5,17 +5,15 @@ import time
 
 import pytest
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import waiting
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, meeting, start
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.machines import rendezvous_parameters
-from lockstep_gpt.launch.placement import Launch
+from lockstep_gpt.launch.main import spread_batches
+from lockstep_gpt.launch.placement import Launch, Placement
 from lockstep_gpt.launch.start import NewRun
-from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.batch_settings import BatchConfig
 
 VALUES = {
     "max_steps": 3,
@@ -77,12 +75,11 @@ def test_settings_that_all_machines_need_are_required(run, settings, is_named, l
 
 
 def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start():
-    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
-    batch = BatchConfig(micro_size=1, global_size=4)
-    settings = {"batch": batch, "model": model, "max_steps": 3}
-    trainer = {"num_nodes": 4, "devices": 1, "accelerator": "cpu"}
+    values = {"batch": {"_target_": "lockstep.Batch", "micro_size": 1, "global_size": 4}}
+    four = Placement("cpu", 1, 4)
+    spread_batches(values, four, None)
     with pytest.raises(UserError, match=r"global_size=4 is not divisible by batch\.micro.* 3 node"):
-        start.place_run(Config(**settings, trainer=trainer, launch=LaunchSettings(min_nodes=2)))
+        spread_batches(values, four, 2)
 
 
 def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):

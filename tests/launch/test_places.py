@@ -2,10 +2,10 @@
 
 import pytest
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.devices import Placement, place
+from lockstep_gpt.launch.devices import Placement, found
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def launched(tmp_path, monkeypatch):
 @pytest.mark.parametrize("trainer", [{}, {"devices": 4}, {"devices": "auto", "num_nodes": 2}])
 def test_inside_a_launcher_its_ranks_are_taken(launched, trainer):
     launched(ranks=4, nodes=2)
-    assert place(Config(max_steps=1, trainer=trainer)) == Placement("cpu", 4, 2)
+    assert found({"trainer": trainer}, LaunchSettings()) == Placement("cpu", 4, 2)
 
 
 def test_ranks_that_a_launcher_did_not_start_are_rejected(launched):
@@ -36,4 +36,4 @@ def test_ranks_that_a_launcher_did_not_start_are_rejected(launched):
         ({"num_nodes": 3}, "num_nodes=3 but the launcher started 2; set trainer.num_nodes=2"),
     ):
         with pytest.raises(UserError, match=rf"^trainer\.{line}"):
-            place(Config(max_steps=1, trainer=trainer))
+            found({"trainer": trainer}, LaunchSettings())

@@ -71,7 +71,7 @@ def added(word: str) -> str:
 def quoted(word: str) -> str:
     """Quote a value that Hydra's grammar can't read, such as the path `step=000500.ckpt`."""
     name, equals, value = word.partition("=")
-    if word.startswith("-") or not equals or value.startswith(("'", '"')):
+    if word.startswith("-") or not equals or value.startswith(("'", '"', "[", "{")):
         return word
     if not NUMBER_AS_NAME.fullmatch(word):
         try:
@@ -158,10 +158,18 @@ def with_arguments(source: Source, words: list[str]) -> list[str]:
     return [f"++{word}" if _is_unlisted(word, values, known) else word for word in words]
 
 
+def refuse_missing(values: dict[str, Any]) -> None:
+    """Raise a `UserError` for a setting that the YAML files leave to the user, and that is open."""
+    missing = [name for name, value in flat(values) if value == "???"]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} must be set, as in {missing[0]}=VALUE")
+
+
 def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any]) -> None:
     """Raise a `UserError` for a value of another kind than the one in the YAML files.
 
-    Arguments of classes are left out: their signatures know more.
+    Only values of the first level, and of `launch`: the signatures of classes know more of the
+    others.
 
     Args:
         source: what Hydra configures.
@@ -171,11 +179,10 @@ def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any])
     usual = composition(source, choices_among(source, words)) or {}
     for name, value in values.items():
         default = usual.get(name)
-        if isinstance(default, dict) and isinstance(value, dict) and "_target_" not in default:
+        _refuse_other_kind(name, value, default)
+        if name == "launch" and isinstance(default, dict) and isinstance(value, dict):
             for inner, number in value.items():
                 _refuse_other_kind(f"{name}.{inner}", number, default.get(inner), is_inner=True)
-        else:
-            _refuse_other_kind(name, value, default)
 
 
 def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = False) -> None:
@@ -366,6 +373,11 @@ def remove_traces(run: RunDirectory) -> None:
         logs = [file for file in files if file in ours]
         if not any(log.stat().st_size for log in logs):
             shutil.rmtree(run.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs are in it
+                for folder in run.path.absolute().parents:
+                    if not folder.is_relative_to(Path.cwd()) or folder == Path.cwd():
+                        break
+                    folder.rmdir()
 
 
 def overrides() -> list[str]:

@@ -16,6 +16,8 @@ from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
 DEVICE_FILES = Path("/dev")
+MOST_RANKS = 1024  # of a machine
+MOST_NODES = 100_000
 
 
 def found(
@@ -40,6 +42,9 @@ def found(
     rule = "must be auto or a whole number of at least 1; CUDA_VISIBLE_DEVICES selects GPUs"
     check("trainer.devices", devices, devices == "auto" or _is_count(devices), rule)
     check("trainer.num_nodes", nodes, _is_count(nodes), "must be a whole number of at least 1")
+    is_possible = devices == "auto" or devices <= MOST_RANKS
+    check("trainer.devices", devices, is_possible, f"must be at most {MOST_RANKS} on one machine")
+    check("trainer.num_nodes", nodes, nodes <= MOST_NODES, f"must be at most {MOST_NODES}")
     if launcher.is_inside_launcher():
         devices, nodes = launcher.launched_sizes("auto" if is_open else devices, nodes)
     elif devices == "auto":

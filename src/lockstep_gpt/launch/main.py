@@ -214,6 +214,7 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         config: that they have composed.
     """
     values = composed.values_to_freeze(config)
+    composed.refuse_missing(values)
     composed.refuse_other_kinds(program.source, [*words], values)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
     run = directory_of(values)
@@ -225,7 +226,7 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         )
     try:
         return _run_in(run, program, values)
-    except UserError:
+    except (UserError, RunError, ReportedError):
         composed.remove_traces(run)
         raise
 
