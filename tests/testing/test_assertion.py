@@ -195,7 +195,8 @@ def test_a_run_that_fails_shows_its_error_and_the_end_of_its_log(check):
 @pytest.mark.slow
 def test_a_wrong_setting_is_one_line(check):
     (line,) = failure_of(check, EXACT, "optim.lr=-1")
-    assert "did not begin: lockstep-gpt train: optim.lr=-1.0 must be above 0" in line
+    assert "did not begin: lockstep-gpt train: " in line
+    assert "lr=-1 must be above 0" in line
 
 
 @pytest.mark.slow

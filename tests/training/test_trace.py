@@ -1,4 +1,4 @@
-"""`callbacks=[default,trace]`: the bits of each step, the same for any devices and after a resume."""
+"""`callbacks=[default,trace]`: each step's bits, equal on any devices and after a resume."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch
 from lockstep_gpt.run.trace_file import FIXED, read_trace
 from lockstep_gpt.training.trace import one_of_ranks
 
-TRACED = ("callbacks=[default,trace]", "batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
+EXACT = ("batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
+TRACED = ("callbacks=[default,trace]", *EXACT)
 SHORT = ("max_steps=10", "val_every=10", "checkpoint.every=4")
 STOPPING = """
 import lightning
