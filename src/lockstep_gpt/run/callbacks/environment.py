@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -12,25 +13,22 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.extras.pages.recordings import as_json
-from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import git_state
+from lockstep_gpt.run.run import Run
 from lockstep_gpt.whole_files import replace_text
 
+NAME = "environment.json"  # in the run's directory
 LIBRARIES = ("lightning", "hydra-core", "numpy")
 
 
 class RecordEnvironment(Callback):
     """Writes the environment when training starts, on rank 0 only."""
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self.path = directory.path / "environment.json"
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the file."""
         if trainer.is_global_zero:
-            replace_text(self.path, as_json(environment(pl_module.device)))
+            text = json.dumps(environment(pl_module.device), indent=2) + "\n"
+            replace_text(Run.current().path / NAME, text)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -50,10 +48,3 @@ def environment(device: torch.device) -> dict[str, Any]:
         **libraries,
         **git_state(Path(__file__).parent),
     }
-
-
-def callbacks(
-    _config: Config, directory: RunDirectory, _rank: int, _terminal: Any
-) -> list[Callback]:
-    """Return the callback of every run."""
-    return [RecordEnvironment(directory)]
