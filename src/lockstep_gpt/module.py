@@ -54,11 +54,6 @@ class GPTModule(LightningModule):
         if stage == "fit":
             lockstep.choose_matrix_products(self.trainer.strategy.root_device.type)
 
-    @property
-    def flops_per_token(self) -> int:
-        """Operations of the forward and backward pass, for `lockstep.Metrics`."""
-        return self.model.flops_per_token
-
     def configure_model(self) -> None:
         """Compile the model, or shard its blocks, as the strategy does it."""
         lockstep.place(self.model, self.trainer.strategy, compiled=self.compiled)
