@@ -10,6 +10,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import composed as composing
 from lockstep_gpt.launch import targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.programs import train_program
 from lockstep_gpt.train import build
 
 WRONG = {
@@ -50,7 +51,7 @@ WRONG = {
     "checkpoint.mode=no_such": "is not one of min, max",
     "guard.stall_after=0": "must be above 0",
     "guard.replicas_every=0": "must be at least 1",
-    "memory=sometimes": "is neither auto, false, nor a number of steps",
+    "memory=sometimes": "must be auto, false, or a number of steps",
     "tokenizer=no_such": "",
     "precision=no_such": "",
     "max_steps=0": "must be at least 1",
@@ -69,7 +70,9 @@ def refusal(composed, command, tmp_path):
             values = composing.values_to_freeze(cfg)
             targets.refuse_mistakes(values, {"*": ("*",)})
             values["trainer"] |= {"accelerator": "cpu", "devices": 1}
-            build(OmegaConf.create(values), lockstep.Run.alone(tmp_path / "run"))
+            composing.refuse_other_kinds(train_program().source, words, values)
+            module, _, _ = build(OmegaConf.create(values), lockstep.Run.alone(tmp_path / "run"))
+            module.configure_optimizers()
         return str(error.value)
 
     return refused

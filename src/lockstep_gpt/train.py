@@ -51,7 +51,8 @@ def build(
         plugins=run.plugins,
         default_root_dir=run.path,
     )
-    run.announce(trainer, data, batch, schedule)
+    scaled = f"{cfg.optim.lr:g} x {peak / cfg.optim.lr:g} = {peak:g} ({cfg.lr_scaling} in the batch)"
+    run.announce(trainer, module, data, batch, schedule, lr=scaled)
     return module, data, trainer
 
 
