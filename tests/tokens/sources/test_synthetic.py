@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep_gpt.trained_model import load_model
 
-from lockstep_gpt import generate
+from lockstep_gpt import cli, generate
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.inference.evaluate import evaluate
-from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import open_split
 from lockstep_gpt.tokens.sources.source import Position
@@ -27,7 +24,7 @@ from lockstep_gpt.tokens.tokenizer_choice import from_dict
     ],
 )
 def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, rule):
-    with pytest.raises(UserError, match=f"^data\\.{name}={value} {rule}$"):
+    with pytest.raises(UserError, match=f"^data\\.source\\.{name}={value} {rule}$"):
         RandomTokens(**{name: value})
 
 
@@ -135,7 +132,8 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
         generate.main([str(run), "--prompt", "def"])
 
 
-def test_numbers_are_not_counted_as_bytes(number_run):
-    result = evaluate(*load_model(find_checkpoint(number_run))[:2], 32)
+def test_numbers_are_not_counted_as_bytes(number_run, capsys):
+    assert cli.main(["evaluate", str(number_run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["tokens"] == 1984
     assert "bits_per_byte" not in result
