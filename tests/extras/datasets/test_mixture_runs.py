@@ -125,10 +125,10 @@ def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("data.source.weights.code=0.5", "data.source.weights.code=0.5 instead of 0.7"),
+        ("data.source.weights.code=0.5", "with these weights, epochs, schedule, and max_steps"),
         (
-            "data.source.sources.code.documents=line",
-            "a run keeps its sources; here is data.source.sources.code.doc",
+            "data.source.sources.code.val_fraction=0.3",
+            "data.source.sources.code.val_fraction=0.3 gives other tokens than",
         ),
         ("max_steps=30", "data.source.planned_tokens=3840 to train longer"),
     ],
