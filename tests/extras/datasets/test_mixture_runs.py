@@ -91,9 +91,7 @@ def test_metrics_have_each_source_s_loss_and_tokens(mixed):
 def test_the_receipt_says_shares_epochs_and_states(mixed):
     command, output = mixed
     places = sorted(path.name for path in (command.folder / "data").glob("text-*"))
-    assert re.search(
-        r"  mixture  code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", output
-    )
+    assert re.search(r"  mixture  code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", output)
     assert all(place in output for place in places)
     assert "  later  from sample 60: code 0, prose 1" in output
 
