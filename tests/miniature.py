@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-
 from omegaconf import DictConfig, OmegaConf
 
 import lockstep_gpt
@@ -29,7 +28,7 @@ from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.module import GPTModule
-from lockstep_gpt.optim import adamw
+from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import checkpoint_path
@@ -60,9 +59,9 @@ class Run:
     module: GPTModule
     val_loss: float | None = None  # of the last `fit`
 
-    @property
-    def tokens_per_step(self):
-        return self.batch.global_size * self.config.model.block_size
+    def metrics(self, every, **settings):
+        """Return what counts the run's tokens."""
+        return Metrics(self.batch, every, **settings)
 
     @property
     def clipping(self):
@@ -83,7 +82,7 @@ class Run:
         first = [MicroBatchSeeds(self.config.seed)]
         if Metrics not in chosen:
             first.append(Metrics(self.batch, every=self.config.log_every))
-        if "strategy" not in settings and self.config.batch.exact_micro_size is not None:
+        if "strategy" not in settings and self.batch.is_exact:
             settings["strategy"] = strategies.auto(batch=self.batch)
         last = [self.clipping]
         trainer = lightning.Trainer(
@@ -137,14 +136,22 @@ def new_run(folder):
     """Create a run of `max_steps` updates of two micro-batches of two samples each."""
 
     def make(*, model=None, optim=None, schedule=None, checkpoint=None, batch=None, **settings):
+        optim = {**OPTIM, **(optim or {})}
+        make_optimizer = {"adamw": adamw, "muon": muon}[optim.pop("algorithm", "adamw")]
         config = OmegaConf.create(
             {
-                **{"seed": 1337, "max_steps": 6, "val_every": 3, "log_every": 2},
-                **{"precision": "32-true", "compile": False, "clip_norm": 1.0, "max_skipped": 0},
+                "seed": 1337,
+                "max_steps": 6,
+                "val_every": 3,
+                "log_every": 2,
+                "precision": "32-true",
+                "compile": False,
+                "clip_norm": 1.0,
+                "max_skipped": 0,
                 **settings,
                 "batch": {**BATCH, **(batch or {})},
                 "model": {**MODEL, **(model or {})},
-                "optim": {**OPTIM, **(optim or {})},
+                "optim": optim,
                 "checkpoint": checkpoint or {},
             }
         )
@@ -157,7 +164,7 @@ def new_run(folder):
         torch.manual_seed(config.seed)
         module = GPTModule(
             partial(GPT, **config.model),
-            partial(adamw, **config.optim),
+            partial(make_optimizer, **config.optim),
             course,
             data.vocab_size,
             compiled=config.compile,
@@ -280,10 +287,13 @@ def _file(group, choice):
 def saved_run(tmp_path_factory):
     """Return a function that saves a model for `tokenizer` as if it was trained on a source.
 
-    The likeliest token is never one of `never`. `data` are settings of the source.
+    The likeliest token is never one of `never`. `settings` are of the source, or of the data.
     """
 
-    def save(tokenizer, never=(), source="stdlib", **data):
+    def save(tokenizer, never=(), source="stdlib", **settings):
+        of_data = _file("data", "tokens")
+        of_source = {name: value for name, value in settings.items() if name not in of_data}
+        of_data |= {name: value for name, value in settings.items() if name in of_data}
         torch.manual_seed(0)
         model = GPT(tokenizer.vocab_size, **SAVED, dropout=0.5)
         for parameter in model.parameters():
@@ -291,8 +301,13 @@ def saved_run(tmp_path_factory):
         model.token_embedding.weight.data[[*never]] = 0
         content = {
             "config": {
-                **{"seed": 1, "max_steps": 1, "precision": "32-true", "tokenizer": "bytes"},
-                **{"val_tokens": None, "compile": False, "lr_scaling": "none"},
+                "seed": 1,
+                "max_steps": 1,
+                "precision": "32-true",
+                "tokenizer": "bytes",
+                "val_tokens": None,
+                "compile": False,
+                "lr_scaling": "none",
                 "batch": {"_target_": "lockstep.Batch", "global_size": 1},
                 "module": _file("module", "gpt"),
                 "model": {**_file("model", "gpt"), **SAVED, "dropout": 0.5},
@@ -300,11 +315,13 @@ def saved_run(tmp_path_factory):
                 "schedule": {"_target_": "lockstep.Schedule"},
                 "packing": _file("packing", "stream"),
                 "data": {
-                    **_file("data", "tokens"),
-                    "source": {**_file("data", source)["source"], **data},
+                    **of_data,
+                    "source": {**_file("source", source), **of_source},
                 },
             },
             "Tokens": {"tokenizer": tokenizer.to_dict(), "fingerprint": None},
+            "pytorch-lightning_version": lightning.__version__,
+            "global_step": 1,
             "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
         }
         run = tmp_path_factory.mktemp("run")

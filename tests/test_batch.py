@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lockstep_gpt import batch as tested
 from lockstep_gpt.batch import Batch
+from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 
 SIZES = st.integers(1, 64)
@@ -174,6 +175,52 @@ def test_the_arithmetic_needs_no_torch() -> None:
     modules = "lockstep_gpt.batch, lockstep_gpt.schedule"
     code = f"import sys, {modules}; exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (4, 1), (4, 2), (6, 3)])
+def test_ranks_say_how_many_devices_and_nodes_there_are(world_size: int, nodes: int) -> None:
+    ranks = Ranks(0, 0, world_size, world_size // nodes)
+    assert Batch(48).spread_over(ranks) == Batch(48).spread_over(world_size // nodes, nodes)
+    assert Batch(48).spread_over(ranks).is_spread
+    assert not Batch(48).is_spread
+
+
+def test_ranks_may_share_samples() -> None:
+    batch = Batch(48).spread_over(Ranks(0, 0, 4, 4), tensor_parallel=2)
+    assert (batch.world_size, batch.data_parallel, batch.micro_size) == (4, 2, 24)
+
+
+def said(devices: int = 2, nodes: int = 1, **arguments: int | None) -> dict[str, str]:
+    return Batch(**{"global_size": 48, **arguments}).spread_over(devices, nodes).receipt_lines()
+
+
+def test_the_receipt_writes_the_arithmetic_out() -> None:
+    samples = "48 samples per step, 4 x batch.reference_size=12"
+    line = said(micro_size=4)["batch"]
+    assert line == f"2 devices x 1 node x 4 samples x 6 accumulation = {samples}"
+    line = said(devices=1, nodes=2, micro_size=4, reference_size=48)["batch"]
+    assert line == "1 device x 2 nodes x 4 samples x 6 accumulation = 48 samples per step"
+    assert " x 1 sample x " in said(devices=48)["batch"]
+
+
+def test_the_receipt_names_devices_with_equal_bits() -> None:
+    line = said(exact_micro_size=4, devices=3)["sums"]
+    assert line == (
+        "equal bits on 1, 3, 6, or 12 devices of one kind: 12 micro-batches in one order, "
+        "1 thread each; plus memory for 2 more gradients of all weights"
+    )
+    assert "for 1 more gradient of" in said(exact_micro_size=4, devices=6)["sums"]
+
+
+def test_the_receipt_names_a_size_for_equal_bits() -> None:
+    assert said(micro_size=4)["sums"] == (
+        "added in rank order: equal up to rounding on any number of devices; set "
+        "batch.exact_micro_size=4 for equal bits on 1, 3, 6, or 12, with 12 micro-batches per step"
+    )
+    whole = said(micro_size=48, devices=1)["sums"]
+    assert "set batch.exact_micro_size=12 for equal bits on 1, 2, or 4, with" in whole
+    grown = said(global_size=None, micro_size=4)["sums"]
+    assert grown.endswith("equal up to rounding on any number of devices")
 
 
 def test_the_examples_run() -> None:

@@ -6,14 +6,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import DictConfig
 
 from lockstep_gpt import schedule as tested
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.schedule import DECAYS, SCALINGS, Schedule, scaled_lr
-from lockstep_gpt.training.building import schedule_of
 
 # Of presets: steps, warmup, and decay; the peak; and a hash of the rates of all steps and 10 more,
 # as version 0.2 had them, by devices, whether `batch.global_size` is fixed, and rule.
@@ -52,6 +53,14 @@ REFERENCE = {
 WEAK = ("batch.global_size=null", "batch.micro_size=4")
 
 
+def schedule_of(config: DictConfig, devices: int) -> Schedule:
+    """Return the rate of a run as `train.build` makes it."""
+    batch = instantiate(config.batch).spread_over(devices)
+    peak = scaled_lr(config.optim.lr, batch, config.lr_scaling)
+    plan: Schedule = instantiate(config.schedule, steps=config.max_steps, peak=peak)
+    return plan
+
+
 def schedule(**arguments: Any) -> Schedule:
     return Schedule(**{"steps": 100, "peak": 1e-3, **arguments})
 
@@ -76,7 +85,7 @@ def test_the_rate_of_each_step_has_the_bits_that_it_had(
     preset, devices, kind, rule = case
     words = [*WEAK, f"lr_scaling={rule}"] if kind == "weak" else []
     config = composed(f"experiment={preset}", "trainer=cpu", *words)
-    plan = schedule_of(config, config.batch.build().spread_over(devices))
+    plan = schedule_of(config, devices)
     rates = [plan.lr(step) for step in range(plan.steps + 10)]
     bits = hashlib.sha256(struct.pack(f"<{len(rates)}d", *rates)).hexdigest()[:12]
     found = (plan.steps, plan.warmup_steps, plan.decay_steps, plan.peak, bits)
@@ -135,7 +144,7 @@ def test_a_warmup_as_long_as_the_run_becomes_a_tenth_of_it(steps: int, warmup: i
 @pytest.mark.parametrize("preset", ["debug", "gpt2_124m", "modern_124m", "quickstart", "smoke"])
 def test_each_preset_can_be_tried_for_three_steps(composed: Any, preset: str) -> None:
     short = composed(f"experiment={preset}", "trainer=cpu", "max_steps=3")
-    plan = schedule_of(short, short.batch.build().spread_over(1))
+    plan = schedule_of(short, 1)
     assert (plan.steps, plan.warmup_steps) == (3, 0)
     assert plan.lr(0) == plan.peak
 
@@ -186,6 +195,19 @@ def test_wsd_stays_at_the_peak_and_falls_in_the_last_share_of_the_run() -> None:
 def test_constant_never_falls() -> None:
     plan = schedule(decay="constant", final_fraction=0.0)
     assert {plan.factor(step) for step in range(200)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ({}, ", cosine decay over the last 900 to 0.0004"),
+        ({"decay": "wsd"}, ", wsd decay over the last 200 to 0.0004"),
+        ({"decay": "constant"}, ", then constant"),
+    ],
+)
+def test_the_receipt_shows_the_schedule_in_steps(arguments: dict[str, Any], end: str) -> None:
+    plan = schedule(steps=1000, peak=4e-3, warmup=100, **arguments)
+    assert plan.receipt_lines() == {"schedule": f"1,000 steps: 100 of warmup to 0.004{end}"}
 
 
 def test_the_examples_run() -> None:

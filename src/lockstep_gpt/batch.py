@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import as_typed, check, check_whole, counted, not_a_config
@@ -10,6 +10,7 @@ from lockstep_gpt.settings import as_typed, check, check_whole, counted, not_a_c
 MOST_THREADS = 4096
 
 
+@runtime_checkable
 class Ranks(Protocol):
     """All ranks, as `lockstep.Ranks` counts them."""
 
@@ -139,8 +140,9 @@ class Batch:
         Raises:
             UserError: no whole number fits; the line says which sizes do.
         """
-        if not isinstance(devices, int):
-            devices, nodes = devices.local_world_size, devices.num_nodes
+        if isinstance(devices, Ranks):
+            nodes = devices.num_nodes
+            devices = devices.local_world_size
         check_whole("trainer.devices", devices, at_least=1)
         check_whole("trainer.num_nodes", nodes, at_least=1)
         check_whole("strategy.tensor_parallel", tensor_parallel, at_least=1)

@@ -140,9 +140,7 @@ def _mistake(place: str, error: InstantiationException) -> Exception:
     return UserError(f"{place}: {' '.join(str(cause or error).split())}".lstrip(": "))
 
 
-def _of_node(
-    place: str, mistake: UserError, arguments: Collection[str] | None = None
-) -> UserError:
+def _of_node(place: str, mistake: UserError, arguments: Collection[str] | None = None) -> UserError:
     """Return what a class says of its own argument by the setting's full name.
 
     Args:
@@ -173,6 +171,6 @@ def _joined(setting: str, own: Any, given: Any) -> Any:
     """Return what a node and the program both have: lists together; else raise a `UserError`."""
     if isinstance(own, list) and isinstance(given, list):
         return [*given, *own]
-    if own is None:
-        return given
+    if own is None or given is None:
+        return own if given is None else given
     raise UserError(f"{setting}={as_typed(own)} is for the program to decide; leave it out")

@@ -24,7 +24,6 @@ from lockstep_gpt.processes import (
     print_error,
     refuse_as_program,
 )
-from lockstep_gpt.programs import train_program
 from lockstep_gpt.stop_signals import Interrupted
 
 
@@ -126,6 +125,8 @@ def _report_interrupt(name: str) -> int:
 
 def train(words: list[str]) -> int:
     """Train, as `train.py` says."""
+    from lockstep_gpt.programs import train_program
+
     sys.argv[0] = PROGRAM  # the name by which Hydra's script for the shell calls it
     return train_program().run(words)
 

@@ -3,12 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-import lockstep
 import torch
 from lightning import LightningDataModule
 
+import lockstep
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.loading.loaders import Joined, TrainLoader
+from lockstep_gpt.loading.loaders import (
+    Joined,
+    TrainLoader,
+    past_of,
+    refuse_other_past,
+    samples_of_run,
+)
 from lockstep_gpt.tokens.held_out import counts_within, eval_loaders, open_windows, split_of
 from lockstep_gpt.tokens.packing import Packing, Stream
 from lockstep_gpt.tokens.prepare import prepare_once
@@ -75,18 +81,27 @@ class Tokens(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Return endless batches, starting at the Trainer's current step."""
         windows = self.windows["train"]
-        loader = lockstep.train_loader(
+        return lockstep.train_loader(
             windows,
             self.batch,
             self.trainer,
             seed=self.seed,
+            order=self.order,
             collate=windows.collate,
             workers="thread",
             endless=True,
         )
-        planned = loader.trainer.max_steps * loader.samples_per_step
-        loader.order = self.source.order(windows.counts, planned, self.block_size, self.seed)
-        return loader
+
+    @property
+    def planned_samples(self) -> int:
+        """The training windows of the whole run."""
+        return samples_of_run(self.trainer, self.batch)
+
+    @property
+    def order(self) -> lockstep.Order:
+        """Which training window each position of the run takes."""
+        counts = self.windows["train"].counts
+        return self.source.order(counts, self.planned_samples, self.block_size, self.seed)
 
     def val_dataloader(self) -> Joined:
         """Return batches that contain every validation window once across all ranks."""
@@ -115,13 +130,17 @@ class Tokens(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what checkpoints say of the tokens; `generate` needs no more of the data."""
-        return {"tokenizer": self.tokenizer.to_dict(), "fingerprint": self.fingerprint}
+        saved = {"tokenizer": self.tokenizer.to_dict(), "fingerprint": self.fingerprint}
+        return {**saved, **past_of(self.trainer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse to train on with other tokens."""
+        """Refuse to train on with other tokens, or in another order than so far."""
         is_training = self.trainer is not None and self.trainer.training
-        if is_training and not self.force and state_dict["fingerprint"] != self.fingerprint:
+        if not is_training or self.force:
+            return
+        if state_dict["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"the checkpoint is of a run on other tokens than {self.folder}; to train on them, "
                 f"set data.fingerprint={state_dict['fingerprint']}, or resume_force=true"
             )
+        refuse_other_past(self.order, state_dict)

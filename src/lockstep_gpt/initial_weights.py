@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lightning import LightningDataModule, LightningModule
 from torch import Tensor
 
+import lockstep
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest

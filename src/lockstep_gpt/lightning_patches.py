@@ -30,6 +30,12 @@ def without_sigterm_broadcasts(trainer: Trainer) -> Iterator[None]:
         del loop._broadcast_sigterm_tensor
 
 
+def synchronizes_batchnorm(trainer: Trainer) -> bool:
+    """Return whether `Trainer(sync_batchnorm=True)` was asked for; it keeps that to itself."""
+    strategy: Any = trainer.strategy
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
 def _do_nothing() -> None:
     """Stand for a method of Lightning."""
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-import lockstep
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
+import lockstep
 from lockstep_gpt.model.functional import IGNORE, perplexity
 from lockstep_gpt.model.language_model import LanguageModel
 
@@ -53,11 +53,6 @@ class GPTModule(LightningModule):
         """Train with the fastest library of float32 matrix products that is exact enough."""
         if stage == "fit":
             lockstep.choose_matrix_products(self.trainer.strategy.root_device.type)
-
-    @property
-    def flops_per_token(self) -> int:
-        """Operations of the forward and backward pass, for `lockstep.Metrics`."""
-        return self.model.flops_per_token
 
     def configure_model(self) -> None:
         """Compile the model, or shard its blocks, as the strategy does it."""

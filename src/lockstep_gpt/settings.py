@@ -6,13 +6,14 @@ Each group's class is beside the code that it configures, in a file that ends wi
 import math
 from dataclasses import Field, field, fields
 from operator import ge, gt, le, lt
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from omegaconf import MISSING
 
 from lockstep_gpt.errors import UserError
 
 Kind = TypeVar("Kind")
+Decides = Literal["tokens", "place", "nothing"]
 
 
 def setting(
@@ -20,12 +21,15 @@ def setting(
     default: Any = MISSING,
     *,
     choices: tuple[str, ...] = (),
-    decides: bool = True,
+    decides: Decides = "tokens",
     **limits: float,
 ) -> Any:
     """Declare a setting by its `meaning`; without a `default`, a preset or the user must set it.
 
-    Of a source of tokens, it `decides` them, or only how and where they are made. The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
+    The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
+
+    What one of a source of tokens `decides`: the tokens, the place whose content decides them, or
+    nothing of them.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
     metadata = {"meaning": meaning, "choices": choices, "limits": rules, "decides": decides}

@@ -91,6 +91,8 @@ def model_of(
     values = settled(content["config"])
     refuse_other_module(path, values)
     refuse_foreign(path, content["config"], ["model"], trusted)
+    from lockstep_gpt.extras.datasets.mask import mask_if_configured  # late: it needs torch
+
     tokenizer = tokenizer_of(path, content)
     model: LanguageModel = build(values["model"], vocab_size=tokenizer.vocab_size)
     weights = {
@@ -104,8 +106,10 @@ def model_of(
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
     refuse_broken_weights(model.named_parameters(), f"checkpoint {path}")
-    _tell_changes(path, content)
-    return model.eval(), OmegaConf.create(literal(values)), tokenizer
+    tell_changes(path, content)
+    cfg = OmegaConf.create(literal(values))
+    mask_if_configured(cfg, model, tokenizer)
+    return model.eval(), cfg, tokenizer
 
 
 def refuse_other_module(path: Path, values: dict[str, Any]) -> None:
@@ -147,7 +151,7 @@ def tokenizer_of(path: Path, content: dict[str, Any]) -> Tokenizer:
     raise UserError(f"{path} has no tokenizer; use a checkpoint of a run on tokens")
 
 
-def _tell_changes(path: Path, content: dict[str, Any]) -> None:
+def tell_changes(path: Path, content: dict[str, Any]) -> None:
     """Warn if the model's code has changed since it was trained."""
     starts = content.get("arithmetic") or {}
     trained_by = starts[max(starts)].get("code") if starts else None

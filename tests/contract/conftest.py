@@ -136,7 +136,7 @@ def train(
         start: the step of `ckpt_path`.
         exact: whether gradients are added in one order.
         strategy: None: the engine's.
-        ckpt_path: to continue from.
+        ckpt_path: to continue from; or a function of the Trainer that returns it.
         validate_every: micro-batches between validations; None: there is none.
         loaders: for training and validation; None: the same samples in each step.
         settings: others of the Trainer.
@@ -177,6 +177,8 @@ def train(
                 **settings,
             }
         )
+        if callable(ckpt_path):
+            ckpt_path = ckpt_path(trainer)
         trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return trainer
 

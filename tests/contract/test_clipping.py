@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from lockstep_gpt.errors import RunError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.training.clipping import ClipAndSkip
 
 slow = pytest.mark.slow
@@ -204,3 +204,43 @@ def test_several_groups_and_frozen_weights_are_fine(foreign, broken_module):
     assert are_equal(states.after[BROKEN], states.after[BROKEN - 1])
     assert not are_equal(states.after[BROKEN], states.after[BROKEN + 1])
     assert int(clip.skipped) == 1
+
+
+class Held(lightning.Callback):
+    """Counts the gradients that are there when a forward pass begins."""
+
+    counts = ()
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        held = sum(weight.grad is not None for weight in pl_module.parameters())
+        self.counts = (*self.counts, held)
+
+
+@pytest.mark.parametrize(("accumulation", "counts"), [(1, (0, 0, 0)), (2, (0, 4, 0, 4, 0, 4))])
+def test_an_update_frees_the_gradients(foreign, accumulation, counts):
+    """No forward pass of the next step needs memory for them."""
+    held = Held()
+    settings = {"accumulation": accumulation, "steps": 3}
+    foreign.train(foreign.module(), held, ClipAndSkip(1.0), **settings)
+    assert held.counts == counts
+
+
+def test_a_trainer_that_clips_too_is_refused(foreign):
+    """Two limits would clip twice; without one here, the Trainer's is the only one."""
+    line = r"^trainer.gradient_clip_val=0.5 is a second limit next to clip_norm; set one of them"
+    with pytest.raises(UserError, match=line):
+        foreign.train(foreign.module(), ClipAndSkip(1.0), gradient_clip_val=0.5)
+    foreign.train(foreign.module(), ClipAndSkip(), gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"max_norm": 0}, "max_norm=0 must be above 0"),
+        ({"max_skipped": -1}, "max_skipped=-1 must be at least 0"),
+    ],
+)
+def test_wrong_limits_are_refused_in_one_line(wrong, line):
+    """The value and the rule."""
+    with pytest.raises(UserError, match=f"^{line}$"):
+        ClipAndSkip(**wrong)

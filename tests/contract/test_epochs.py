@@ -99,7 +99,7 @@ def fit(foreign, spread, folder, ckpt_path=None, max_epochs=EPOCHS, steps=-1, **
         foreign.train(
             module,
             MicroBatchSeeds(5),
-            Metrics(1),
+            Metrics(every=1),
             log,
             saves,
             world_size=spread[0],

@@ -1,13 +1,14 @@
-"""Guards alone, and Replays, which needs MicroBatchSeeds with its seed."""
+"""Guards alone or of a run, and Replays, which needs MicroBatchSeeds with its seed."""
 
 import csv
+import json
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lockstep_gpt.errors import RunError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.means import Mean
@@ -70,7 +71,7 @@ def test_a_healthy_run_is_the_same_with_and_without_guards(
     def fit(name, *guards):
         def on_rank(_rank):
             module = own(kind)
-            callbacks = [MicroBatchSeeds(SEED), Metrics(1), *(make() for make in guards)]
+            callbacks = [MicroBatchSeeds(SEED), Metrics(every=1), *(make() for make in guards)]
             foreign.train(
                 module,
                 *callbacks,
@@ -172,3 +173,80 @@ def test_a_flipped_bit_in_a_gradient_is_found(foreign, on_each, own, spread):
         beginning = f"step 4: micro-batch {accumulation} of rank {rank} has other bits when "
         assert message.startswith(beginning)
         assert f"the gradient of {FlipGradient.name}" in message
+
+
+STALLED = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+import lightning, torch
+import lockstep
+from lockstep_gpt.run.callbacks.guards import Guards
+
+class Own(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3:
+            time.sleep(600)
+        return self.net(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+run = lockstep.Run.alone(sys.argv[1])
+rows = torch.utils.data.DataLoader([{"x": row} for row in torch.ones(40, 3)], batch_size=2)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = lightning.Trainer(
+    callbacks=[Guards(run, stall_after=1)], accelerator="cpu", enable_checkpointing=False, **quiet
+)
+trainer.fit(Own(), rows)
+"""
+
+
+@slow
+def test_a_stalled_run_records_its_failure(command, tmp_path):
+    """The directory, the terminal, and the longest wait are those of the run."""
+    process = command.start_python("-c", STALLED, str(tmp_path / "run"))
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "rank 0: no step for 1 s (guard.stall_after); its stack:" in output
+    assert "in training_step" in output
+    failed = json.loads((tmp_path / "run/failed.json").read_text())
+    assert failed["error"] == "no step for 1 s (guard.stall_after)"
+    assert "in training_step" in (tmp_path / "run/train.log").read_text()
+
+
+def test_guards_say_what_a_run_can_not_promise(foreign, on_each, caplog):
+    """For a BatchNorm on several ranks, and for loaders that aren't the engine's."""
+
+    class Normed(foreign.Module):
+        def __init__(self):
+            super().__init__()
+            self.net.append(torch.nn.BatchNorm1d(2))
+
+    def fit(_rank):
+        with caplog.at_level("INFO"):
+            foreign.train(foreign.module(of=Normed), Guards(), world_size=2, steps=1)
+        return caplog.text
+
+    told, nothing = on_each(2, fit)
+    assert told.count("the model has 1 BatchNorm layer, with the statistics of each rank's") == 1
+    assert told.count("loaders  train_dataloader returns a DataLoader, not a train_loader") == 1
+    assert "BatchNorm" not in nothing
+    assert "loaders" not in nothing
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"stall_after": 0}, "stall_after=0 must be above 0"),
+        ({"replicas_every": 0}, "replicas_every=0 must be at least 1"),
+        ({"replicas_every": 1.5}, "replicas_every=1.5 must be a whole number"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(wrong, line):
+    """The value and the rule."""
+    with pytest.raises(UserError, match=f"^{line}$"):
+        Guards(**wrong)

@@ -72,7 +72,7 @@ def fit(foreign, folder, spread, micro_batches, *callbacks, of=None, ckpt_path=N
         module,
         ValidateEvery(EVERY),
         MicroBatchSeeds(7),
-        Metrics(EVERY),
+        Metrics(every=EVERY),
         *callbacks,
         validations,
         checkpoints,

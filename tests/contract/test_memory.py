@@ -1,7 +1,6 @@
 """StateInMemory in a plain Trainer.
 
-It needs Checkpoints, AtomicCheckpointIO with WeightHashes, GracefulStop, in whose vote the ranks
-agree on when to keep a state, and a RunDirectory, whose states these are.
+It needs Checkpoints and GracefulStop, in whose vote the ranks agree on when to keep a state.
 """
 
 import threading
@@ -9,17 +8,15 @@ import threading
 import lightning
 import pytest
 
-from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import HEADER_BYTES, identity_of, states_in
-from lockstep_gpt.run.memory.writer import writer_of
+from lockstep_gpt.run.run import Run
 from lockstep_gpt.training.seeds import MicroBatchSeeds
 
 
@@ -57,23 +54,16 @@ class Overwrite(lightning.Callback):
             file.write(b"\x7f" * size)
 
 
-def fit(foreign, directory, world_size, *callbacks, kept=None, **settings):
-    """Train as one rank; return the hash of the weights."""
+def fit(foreign, directory, world_size, *callbacks, resumed_at=0, **settings):
+    """Train as one rank, from the run's newest state on; return the hash of the weights."""
     module = foreign.module()
-    hashes = WeightHashes()
-    disk = AtomicCheckpointIO(directory, hashes)
-    disk.verified = kept
-    ranks = Ranks.from_environment()
-    writer = writer_of(directory, ranks)
-    checkpoints = Checkpoints(directory.checkpoints, every=3, keep_best=0)
-    memory = StateInMemory(checkpoints, hashes, writer, every=2)
-    stop = GracefulStop(checkpoints, memory.turns, timeout=60)
-    strategy = foreign.strategy(world_size, exact=False)
-    memory.prepare(strategy, 1 << 16, kept)
-    callbacks = [MicroBatchSeeds(7), stop, checkpoints, memory, *callbacks]
-    resume = {"ckpt_path": kept.path, "start": kept.step} if kept else {}
-    spread = {"world_size": world_size, "accumulation": 2, "strategy": strategy}
-    foreign.train(module, *callbacks, plugins=[disk], **spread, **resume, **settings)
+    run = Run(directory.path, {}, timeout=60)
+    checkpoints = Checkpoints(run, every=3, keep_best=0)
+    memory = StateInMemory(run, every=2)
+    parts = [MicroBatchSeeds(7), GracefulStop(timeout=60), checkpoints, memory, *callbacks]
+    spread = {"world_size": world_size, "accumulation": 2}
+    begin = {"ckpt_path": run.checkpoint, "start": resumed_at}
+    foreign.train(module, *parts, plugins=run.plugins, **spread, **begin, **settings)
     return foreign.digest(module)
 
 
@@ -94,7 +84,7 @@ def test_a_run_continues_from_memory_with_equal_bits(
     assert [step_of(path) for path in checkpoints_in(directory.checkpoints)] == [3]
     newest, *_ = states_in(identity_of(directory))
     assert newest.step == 4
-    rest = on_each(world_size, lambda _rank: fit(foreign, directory, world_size, kept=newest))
+    rest = on_each(world_size, lambda _rank: fit(foreign, directory, world_size, resumed_at=4))
     assert rest == whole
 
 
@@ -107,7 +97,7 @@ def test_a_resumed_run_does_not_share_numbers_with_the_file(foreign, tmp_path, d
         fit(foreign, directory, 1, Crash(5))
     newest, *_ = states_in(identity_of(directory))
     overwrite = Overwrite(newest.path)
-    assert fit(foreign, directory, 1, overwrite, kept=newest) == whole
+    assert fit(foreign, directory, 1, overwrite, resumed_at=4) == whole
 
 
 def test_a_trainer_that_fails_leaves_no_thread(foreign, directory):
@@ -116,3 +106,24 @@ def test_a_trainer_that_fails_leaves_no_thread(foreign, directory):
     with pytest.raises(RuntimeError, match="crashed"):
         fit(foreign, directory, 1, Crash(5))
     assert threading.active_count() == threads
+
+
+def test_what_it_needs_is_named(foreign, directory):
+    """A Trainer without the callback in whose votes ranks agree would never keep a state."""
+    run = Run(directory.path, {})
+    parts = [Checkpoints(run, every=3, keep_best=0), StateInMemory(run, every=2)]
+    with pytest.raises(UserError, match=r"needs lockstep.GracefulStop among the Trainer's callbac"):
+        foreign.train(foreign.module(), *parts, plugins=run.plugins)
+
+
+def test_a_dry_run_keeps_none(foreign, directory):
+    """Lightning's `fast_dev_run` leaves nothing behind."""
+    fit(foreign, directory, 1, fast_dev_run=True)
+    assert states_in(identity_of(directory)) == []
+
+
+@pytest.mark.parametrize("every", [0, -1, True, "often", 1.5])
+def test_other_intervals_are_refused(directory, every):
+    """One line says what is possible."""
+    with pytest.raises(UserError, match=r"^every=\S+ must be auto, false, or a number of steps"):
+        StateInMemory(Run(directory.path, {}), every=every)

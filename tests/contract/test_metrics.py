@@ -111,7 +111,7 @@ def test_means_are_exact_on_any_ranks_and_micro_batches(
     def fit(_rank):
         module, logger = measured(), CSVLogger(tmp_path)
         spread = {"world_size": world_size, "accumulation": accumulation}
-        foreign.train(module, Metrics(EVERY), logger=logger, steps=STEPS, **spread)
+        foreign.train(module, Metrics(every=EVERY), logger=logger, steps=STEPS, **spread)
         return module.seen
 
     ranks = on_each(world_size, fit)
@@ -127,7 +127,7 @@ def test_callbacks_of_lightning_monitor_a_mean(foreign, on_each, measured, tmp_p
     def fit(_rank):
         stops = EarlyStopping("val/loss", mode="max", patience=2)  # the loss only falls
         saves = ModelCheckpoint(tmp_path / "saved", monitor="val/loss", save_top_k=1)
-        callbacks = [Metrics(EVERY), stops, saves]
+        callbacks = [Metrics(every=EVERY), stops, saves]
         settings = {"world_size": world_size, "validate_every": 2}
         trainer = foreign.train(measured(), *callbacks, steps=20, **settings)
         return trainer.global_step, saves.best_model_score.item(), saves.best_model_path
@@ -160,7 +160,10 @@ def test_a_resume_within_a_window_continues_the_mean(
     def fit(folder, **settings):
         def on_rank(_rank):
             saves = ModelCheckpoint(tmp_path / folder, "fifth", every_n_train_steps=5)
-            callbacks, logger = [Metrics(EVERY), saves], CSVLogger(tmp_path / f"{folder}-rows")
+            callbacks, logger = (
+                [Metrics(every=EVERY), saves],
+                CSVLogger(tmp_path / f"{folder}-rows"),
+            )
             settings["world_size"] = world_size
             foreign.train(measured(), *callbacks, logger=logger, accumulation=2, **settings)
 
@@ -195,7 +198,7 @@ def test_own_values_are_logged_as_lightning_does(foreign, on_each, tmp_path, spr
     def fit(_rank):
         module, logger = foreign.module(of=Logging), CSVLogger(tmp_path)
         spread = {"world_size": world_size, "accumulation": accumulation}
-        foreign.train(module, Metrics(1), logger=logger, log_every_n_steps=1, **spread)
+        foreign.train(module, Metrics(every=1), logger=logger, log_every_n_steps=1, **spread)
         return module.seen
 
     ranks = on_each(world_size, fit)
@@ -250,7 +253,7 @@ def test_the_log_has_the_rate_that_the_optimizer_uses(foreign, tmp_path, way):
         module = foreign.module(of=Plateau if way == "ReduceLROnPlateau" else foreign.Module)
         rates, logger = Rates(), CSVLogger(tmp_path / f"{folder}-rows")
         saves = ModelCheckpoint(tmp_path / folder, "fifth", every_n_train_steps=5)
-        callbacks = [*([SetRate()] if way == "callback" else []), Metrics(1), rates, saves]
+        callbacks = [*([SetRate()] if way == "callback" else []), Metrics(every=1), rates, saves]
         foreign.train(module, *callbacks, validate_every=2, logger=logger, **settings)
         assert rows_of(tmp_path / f"{folder}-rows")["optim/lr"] == pytest.approx(rates.used)
         return rates.used

@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 
+from lockstep_gpt.batch import Batch
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading.loaders import TrainLoader, eval_loader, train_loader
 from lockstep_gpt.loading.order import Shuffled
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
@@ -345,3 +346,15 @@ def test_an_error_in_a_sample_is_the_owner_s_with_its_traceback(foreign):
         data.train = Broken(foreign)
         with pytest.raises(KeyError, match="no image"):
             foreign.train(module, loaders=(data,))
+
+
+def test_a_strategy_that_adds_in_another_order_is_refused(foreign):
+    """With a batch of exact micro-batches, equal bits need the engine's strategy."""
+    batch = Batch(global_size=8, exact_micro_size=2).spread_over(1)
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    line = r"^batch.exact_micro_size is set, and SingleDeviceStrategy adds gradients in an order of"
+    with pytest.raises(UserError, match=line):
+        train_loader(foreign.Rows("dict"), batch, trainer, seed=1)
+    strategy = {"strategy": foreign.strategy(1, exact=True)}
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, **strategy)
+    train_loader(foreign.Rows("dict"), batch, trainer, seed=1)

@@ -40,7 +40,7 @@ def storages_on_two(on_ranks, new_run, strategy=(), **settings):
 
     def fit(_rank):
         run, storages = new_run(**settings), Storages()
-        ddp = strategies.ddp(**{**SETTINGS, **dict(strategy)})
+        ddp = strategies.ddp(run.batch, **{**SETTINGS, **dict(strategy)})
         run.fit(storages, strategy=ddp, devices=2)
         assert all(weight.grad is None for weight in run.module.parameters())
         return storages.seen, storages.buckets, storages.kept
@@ -78,7 +78,7 @@ def test_other_ways_to_reduce_leave_gradients_in_the_buckets(on_ranks, new_run, 
         {"batch": {"micro_size": 4}},
         {
             "batch": {"micro_size": None, "exact_micro_size": 2},
-            "strategy": {"static_graph": True, "exact_threads": 1},
+            "strategy": {"static_graph": True},
         },
         {"strategy": {"find_unused_parameters": True}},
         {"strategy": {"gradient_as_bucket_view": False}},

@@ -22,7 +22,7 @@ FOUR = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_threads_on_other_numbers_of_devices(command):
-    words = ["batch.exact_micro_size=2", "optim.decay=constant", "optim.warmup_steps=0"]
+    words = ["batch.exact_micro_size=2", "schedule.decay=constant", "schedule.warmup=0"]
     every = ["checkpoint.every=2", "val_every=2", "model.dropout=0.1"]
     command.train(*words, *every, "run_dir=whole", "max_steps=6")
     two = ["trainer=cpu", "trainer.devices=2", "max_steps=4"]
@@ -42,8 +42,8 @@ def test_a_resumed_run_keeps_its_threads_on_other_numbers_of_devices(command):
 @pytest.mark.usefixtures("quick_ranks")
 def test_muon_keeps_its_bits_when_ranks_share_it_and_one_dies_in_the_exchange(command):
     (command.folder / "kill.py").write_text(KILL)
-    model = ["optim=muon", "model.architecture=modern", "model.bias=false"]
-    rates = ["optim.decay=constant", "optim.warmup_steps=0"]
+    model = ["optim=muon", "model=modern_nano"]
+    rates = ["schedule.decay=constant", "schedule.warmup=0"]
     words = [*model, *rates, "batch.exact_micro_size=2", "checkpoint.every=2", "val_every=2"]
     command.train(*words, "run_dir=whole", "max_steps=6")
     four = ["trainer=cpu", "trainer.devices=4", "strategy=ddp", "max_steps=4"]

@@ -13,8 +13,7 @@ from lightning import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.batch import Batch, exact_world_sizes
-from lockstep_gpt.distributed.exact_sizes import gradient_copies
+from lockstep_gpt.batch import Batch, exact_world_sizes, gradient_copies
 from lockstep_gpt.distributed.exact_sums import ExactSums, PairwiseSum, exact_kernels
 from lockstep_gpt.errors import UserError
 

@@ -10,9 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.training.trainer_settings import check_strategy
+from lockstep_gpt.gpt import GPT
 
 SETTINGS = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
 
@@ -98,15 +96,6 @@ def test_only_an_exchange_between_machines_in_each_micro_batch_is_worth_cuts(
     assert strategy.splits_graph(micro_batches) == splits
 
 
-def test_a_run_of_an_earlier_version_is_cut_as_before():
-    assert strategies.ddp(**SETTINGS).splits_graph(1)
-
-
-def test_another_value_is_refused():
-    with pytest.raises(UserError, match=r"split_graph=often is not one of true, false, auto"):
-        check_strategy({"split_graph": "often"})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("splits", "graphs"), [(True, 14), (False, 1)])
 def test_gpt2_is_cut_into_14_graphs_or_none(on_ranks, splits, graphs):
@@ -123,7 +112,7 @@ def test_gpt2_is_cut_into_14_graphs_or_none(on_ranks, splits, graphs):
             found.append(graph)
             return graph.forward
 
-        model = build_gpt(ModelConfig(block_size=1024, n_layer=12, n_head=12, n_embd=768), 50257)
+        model = GPT(50257, block_size=1024, n_layer=12, n_head=12, n_embd=768)
         model.compile(backend=backend, dynamic=False)
         module = torch.nn.Module()
         module.model = model

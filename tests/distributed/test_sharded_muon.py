@@ -15,8 +15,8 @@ MUON = (
     "checkpoint.every=10",
     "checkpoint.keep_last=9",
 )
-CLIPPED = ("optim.clip_norm=0.5", "optim.weight_decay=0.1")
-MODERN = ("model.architecture=modern", "model.bias=false")
+CLIPPED = ("clip_norm=0.5", "optim.weight_decay=0.1")
+MODERN = ("model=modern_nano",)
 SHARDED = ("strategy=fsdp2", "batch.micro_size=1")  # 8 / ranks micro-batches in each step
 MEASURE = """
 import json, lightning, torch
@@ -169,7 +169,7 @@ def test_gpt2_in_bf16_mixed_gives_the_losses_of_one_device(command):
 @pytest.mark.slow
 def test_a_broken_gradient_in_one_shard_skips_the_update_of_all(command):
     words = (*MUON, *MODERN, "strategy=fsdp2", "trainer.devices=2")
-    skip = (use(command, "break", BREAK), "guard.max_skipped=1", "run_dir=run")
+    skip = (use(command, "break", BREAK), "max_skipped=1", "run_dir=run")
     command.train(*words, *skip, "checkpoint.every=20", PYTHONPATH=str(command.folder))
     saved = read_checkpoint(checkpoint(command.folder / "run", 20))
     assert saved["callbacks"]["ClipAndSkip"]["skipped"] == 1

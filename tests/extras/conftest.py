@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.data import Tokens
+from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.tokens.packing import Packing
-from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.sources.source import Source
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
@@ -57,8 +57,20 @@ def with_shared_memory(command, apart):
     return train
 
 
+class Resumed(Tokens):
+    """The data after so many samples."""
+
+    samples = 0
+
+    def train_dataloader(self) -> TrainLoader:
+        """Return the loader of a resumed run."""
+        loader = super().train_dataloader()
+        loader.load_state_dict({"step": 0, "samples": self.samples})
+        return loader
+
+
 @pytest.fixture
-def module_of() -> Callable[..., TokenDataModule]:
+def module_of() -> Callable[..., Tokens]:
     """Return one rank's data module of a source, as after a resume at so many samples."""
 
     def make(
@@ -68,21 +80,16 @@ def module_of() -> Callable[..., TokenDataModule]:
         samples: int = 0,
         packing: Packing | None = None,
         **changes: Any,
-    ) -> TokenDataModule:
-        shape = {"block_size": 16, "micro_size": 4, "seed": 5, **changes}
-        module = TokenDataModule(
-            prepare(source),
-            **shape,
-            packing=packing,
-            make_order=source.order,
-        )
+    ) -> Tokens:
+        shape = {"block_size": 16, "batch": 4, "seed": 5, **changes}
+        module = Resumed(source, **shape, packing=packing, root=source.root)
+        module.samples = samples
         device = SimpleNamespace(root_device=torch.device("cpu"))
         places: dict[str, Any] = {"global_step": 0, "max_steps": 100}
         places["accumulate_grad_batches"] = 1
         places["distributed_sampler_kwargs"] = {"rank": rank, "num_replicas": world}
         stages = dict.fromkeys(("validating", "sanity_checking", "testing"), False)
         module.trainer = SimpleNamespace(strategy=device, **places, **stages)
-        module.resume_at(0, samples)
         return module
 
     return make

@@ -28,18 +28,18 @@ class Counting(Dataset):
 
 
 class Numbers(lightning.LightningDataModule):
-    def __init__(self, micro_size: int, workers: int = 0):
+    def __init__(self, batch, workers: int = 0):
         super().__init__()
-        self.micro_size = micro_size
+        self.batch = batch
         self.workers = workers
 
     def train_dataloader(self):
         rows = Counting(0, 120)
-        return train_loader(rows, self.micro_size, self.trainer, seed=3, workers=self.workers)
+        return train_loader(rows, self.batch, self.trainer, seed=3, workers=self.workers)
 
     def val_dataloader(self):
         rows = Counting(120, 48)
-        return eval_loader(rows, self.micro_size, self.trainer, workers=self.workers)
+        return eval_loader(rows, self.batch, self.trainer, workers=self.workers)
 
 
 class Finetune(lightning.LightningModule):

@@ -176,7 +176,7 @@ def test_workers_change_nothing(train, name):
 )
 def test_a_death_in_any_hook_at_the_end_of_an_epoch_changes_nothing(train, hook, memory):
     """Rates, what epochs have measured, and weights: an epoch's end is done once."""
-    words = ("trainer.devices=2", "checkpoint.every=1", f"checkpoint.memory={memory}")
+    words = ("trainer.devices=2", "checkpoint.every=1", f"memory={memory}")
     whole = train(CLASSIFIER, *words, run_dir="whole")
     note = train.folder / "died"
     dies = "+callbacks.dies"

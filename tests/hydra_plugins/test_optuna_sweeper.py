@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import compose
+from lockstep_gpt.launch import composed
+from lockstep_gpt.programs import train_program
 
 SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]
 
@@ -16,6 +17,10 @@ def _in_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def compose(words, job):
+    composed.call(train_program().source, composed.for_hydra(words), job)
+
+
 def search(*space, job, trials=10):
     tried = []
 
@@ -23,7 +28,7 @@ def search(*space, job, trials=10):
         tried.append(config)
         return job(config)
 
-    compose.run([*SEARCH, f"hydra.sweeper.n_trials={trials}", *space], count)
+    compose([*SEARCH, f"hydra.sweeper.n_trials={trials}", *space], count)
     return tried
 
 
@@ -42,9 +47,9 @@ def test_it_finds_a_better_learning_rate_than_chance():
 
 
 def test_choices_ranges_and_intervals_keep_their_kinds():
-    space = ["optim.decay=cosine,wsd", "model.n_head=1,2,4", "max_steps=int(interval(10,20))"]
+    space = ["schedule.decay=cosine,wsd", "model.n_head=1,2,4", "max_steps=int(interval(10,20))"]
     tried = search(*space, job=lambda config: float(config.max_steps))
-    assert {config.optim.decay for config in tried} == {"cosine", "wsd"}
+    assert {config.schedule.decay for config in tried} == {"cosine", "wsd"}
     assert {config.model.n_head for config in tried} == {1, 2, 4}
     assert all(10 <= config.max_steps <= 20 for config in tried)
 
@@ -112,7 +117,7 @@ def test_without_optuna_a_search_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     line = r"hydra/sweeper=optuna needs optuna, which is not installed; run: .+ install .*\bsweep\b"
     with pytest.raises(UserError, match=line):
-        compose.run(["--multirun", "experiment=search", "run_dir=sweep"], distance)
+        compose(["--multirun", "experiment=search", "run_dir=sweep"], distance)
 
 
 def test_a_sweep_without_a_setting_is_rejected():
@@ -128,7 +133,7 @@ def test_the_preset_s_search_space_can_be_extended_on_the_command_line():
         tried.append(config)
         return distance(config)
 
-    compose.run([*words, "optim.weight_decay=0.2,0.3"], job)
+    compose([*words, "optim.weight_decay=0.2,0.3"], job)
     assert len({config.optim.lr for config in tried}) == 6
     assert all(3e-4 <= config.optim.lr <= 3e-2 for config in tried)
     assert {config.optim.weight_decay for config in tried} <= {0.2, 0.3}

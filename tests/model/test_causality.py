@@ -4,13 +4,13 @@ A model that does trains to a loss near 0, and then generates nonsense. Your own
 too, if a recipe in configs/model/ names their architecture.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from lockstep_gpt.model.model_settings import build_gpt
+import lockstep
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/model").glob("*.yaml"))
 VOCAB = 50
@@ -20,8 +20,9 @@ T = 16
 def built(config):
     """Return a small model of this kind, whose weights all count: initial ones may be zero."""
     torch.manual_seed(0)
-    shape = {"block_size": T, "n_layer": 2, "n_embd": 16 * config.n_head, "dropout": 0.0}
-    small = build_gpt(replace(config, **shape, init_from=None), VOCAB).double().eval()
+    heads = 2 if OmegaConf.is_missing(config, "n_head") else config.n_head
+    shape = {"block_size": T, "n_layer": 2, "n_head": heads, "n_embd": 16 * heads, "dropout": 0.0}
+    small = lockstep.build(OmegaConf.merge(config, shape), vocab_size=VOCAB).double().eval()
     for weight in small.parameters():
         weight.data.normal_(std=0.3)
     return small

@@ -1,17 +1,13 @@
 import math
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+import lockstep
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.model.functional import IGNORE
 
-PRESETS = Path(__file__).parents[2] / "configs" / "model"
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 VOCAB = 100
 
@@ -27,38 +23,34 @@ def tokens() -> torch.Tensor:
     return torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(1))
 
 
-def preset(name: str) -> GPT:
-    config = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / name))
+def preset(composed, name: str, vocab_size: int = 50257) -> GPT:
     with torch.device("meta"):
-        return build_gpt(OmegaConf.to_object(config), vocab_size=50257)
+        return lockstep.build(composed(f"model={name}").model, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
     ("name", "published"),
     [
-        ("gpt2.yaml", 124_439_808),
-        ("gpt2_medium.yaml", 354_823_168),
-        ("gpt2_large.yaml", 774_030_080),
-        ("gpt2_xl.yaml", 1_557_611_200),
+        ("gpt2", 124_439_808),
+        ("gpt2_medium", 354_823_168),
+        ("gpt2_large", 774_030_080),
+        ("gpt2_xl", 1_557_611_200),
     ],
 )
-def test_presets_have_the_published_number_of_parameters(name: str, published: int) -> None:
-    assert preset(name).num_parameters == published
+def test_presets_have_the_published_number_of_parameters(composed, name, published):
+    assert preset(composed, name).num_parameters == published
 
 
-def test_nano_stays_below_a_million_parameters_at_a_byte_vocabulary() -> None:
-    config = OmegaConf.merge(
-        OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / "nano.yaml")
-    )
-    assert build_gpt(OmegaConf.to_object(config), vocab_size=256).num_parameters < 1_000_000
+def test_nano_stays_below_a_million_parameters_at_a_byte_vocabulary(composed) -> None:
+    assert preset(composed, "nano", 256).num_parameters < 1_000_000
 
 
-def test_flops_per_token_of_gpt2_are_the_known_798_million() -> None:
-    assert preset("gpt2.yaml").flops_per_token == pytest.approx(798e6, rel=1e-3)
+def test_flops_per_token_of_gpt2_are_the_known_798_million(composed) -> None:
+    assert preset(composed, "gpt2").flops_per_token == pytest.approx(798e6, rel=1e-3)
 
 
-def test_palms_formula_counts_all_of_attention_and_so_7_percent_more() -> None:
-    gpt2 = preset("gpt2.yaml")
+def test_palms_formula_counts_all_of_attention_and_so_7_percent_more(composed) -> None:
+    gpt2 = preset(composed, "gpt2")
     C, T = gpt2.n_embd, gpt2.block_size
     palm = 6 * (gpt2.num_parameters - T * C) + 12 * gpt2.n_layer * C * T  # nanoGPT's estimate_mfu
     assert palm == pytest.approx(855.2e6, rel=1e-4)
@@ -165,13 +157,6 @@ def test_activation_checkpointing_changes_neither_gradients_nor_names(tokens):
         gradients.append({name: each.grad for name, each in model.named_parameters()})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-
-
-def test_heads_of_keys_are_rejected_for_gpt() -> None:
-    shape = ModelConfig(block_size=8, n_layer=1, n_head=4, n_embd=16, n_kv_head=2)
-    with pytest.raises(UserError, match=r"^model.n_kv_head=2 is only for modern models; remove it"):
-        build_gpt(shape, 64)
-    assert build_gpt(replace(shape, n_kv_head=4), 64).num_parameters
 
 
 @pytest.mark.parametrize(("residual_dtype", "under_autocast"), [("float32", 4), ("bfloat16", 2)])

@@ -3,16 +3,15 @@ import torch
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import causal_attention
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.modern import norm, rotate, rotations
+from lockstep_gpt.modern import ModernGPT, norm, rotate, rotations
 
-SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, "bias": False}
+SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32}
 VOCAB = 70
 
 
 def modern(**changes):
     torch.manual_seed(0)
-    model = build_gpt(ModelConfig(**{**SHAPE, "architecture": "modern", **changes}), VOCAB)
+    model = ModernGPT(VOCAB, **{**SHAPE, **changes})
     with torch.no_grad():
         for parameter in model.parameters():  # an initial zero would hide its effect
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -20,7 +19,7 @@ def modern(**changes):
 
 
 def test_a_new_model_predicts_all_tokens_equally():
-    model = build_gpt(ModelConfig(**SHAPE, architecture="modern"), VOCAB)
+    model = ModernGPT(VOCAB, **SHAPE)
     tokens = torch.randint(VOCAB, (2, 16))
     logits = model(tokens)
     assert logits.shape == (2, 16, VOCAB)
@@ -135,13 +134,8 @@ def test_parameters_are_counted_without_padding():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"bias": True}, r"model\.bias=true is not for modern models; set false"),
         ({"n_embd": 20}, r"gives heads of 5; .* to make them even"),
         ({"n_kv_head": 3}, r"model\.n_kv_head=3 does not divide model\.n_head=4"),
-        (
-            {"architecture": "none_such"},
-            r"model\.architecture=none_such is not gpt, modern, or another module of model/",
-        ),
     ],
 )
 def test_unsupported_settings_are_rejected(change, line):

@@ -10,7 +10,7 @@ import torch
 
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.restored_states import copy_restored_state
-from lockstep_gpt.distributed.strategies import single_device
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
 from lockstep_gpt.run.checkpoint import (
@@ -227,7 +227,7 @@ def test_a_restored_optimizer_keeps_no_number_in_the_file(new_run, tmp_path):
     run.fit(run.checkpoints(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
     expected = torch.load(path)["optimizer_states"][0]["state"]
-    (optimizer,) = new_run(max_steps=1).fit(strategy=single_device("cpu")).optimizers
+    (optimizer,) = new_run(max_steps=1).fit(strategy=SingleDeviceStrategy()).optimizers
     optimizer.load_state_dict(read_verified(verify(path))["optimizer_states"][0])
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))

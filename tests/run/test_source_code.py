@@ -7,16 +7,16 @@ from lockstep_gpt.cli import main
 from lockstep_gpt.run import source_code
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.checkpoint import checkpoint_path, find_checkpoint
-from lockstep_gpt.training.trained_model import load_named_model
+from lockstep_gpt.trained_model import load_model
 
 
 @pytest.fixture
 def edit(monkeypatch, tmp_path):
     """A copy of the package's folders that compute; a function that changes a file in it."""
     package = tmp_path / "package"
-    for name in ("model/gpt.py", "training/train.py"):
+    for name in ("model/functional.py", "gpt.py", "training/muon.py"):
         file = package / name
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("first = 1\n")
     monkeypatch.setattr(source_code, "PACKAGE", package)
 
@@ -33,10 +33,10 @@ def test_changed_and_removed_files_are_named_new_ones_are_not_and_many_are_count
     now = source_code.file_hashes()
     assert source_code.changes_since(now) is None
     assert source_code.changes_since(None) is None  # of an earlier version
-    before = {**now, "model/gpt.py": "0", "model/removed.py": "1"}
-    del before["training/train.py"]
-    assert source_code.changes_since(before) == "model/gpt.py, model/removed.py"
-    assert source_code.changes_since({**before, "training/a.py": ""}, ["training"]) == (
+    before = {**now, "gpt.py": "0", "model/removed.py": "1"}
+    del before["training/muon.py"]
+    assert source_code.changes_since(before) == "gpt.py, model/removed.py"
+    assert source_code.changes_since({**before, "training/a.py": ""}, ["training/"]) == (
         "training/a.py"
     )
     others = dict.fromkeys(now, "another")
@@ -55,10 +55,10 @@ def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, 
 
     assert train(2) == []
     assert train(4) == []
-    edit("training/train.py")
+    edit("training/muon.py")
     (line,) = train(6)
     assert line == (
-        "changed since the run last started: training/train.py; from step 4 on, the new code trains"
+        "changed since the run last started: training/muon.py; from step 4 on, the new code trains"
     )
     assert train(8) == []
     content = torch.load(checkpoint_path(tmp_path, 8), weights_only=True)
@@ -71,17 +71,17 @@ def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypat
     run = command.folder / "runs/first"
     assert main(["evaluate", str(run)]) == 0
     hashes = source_code.file_hashes()
-    now = {**hashes, "training/train.py": "0"}
+    now = {**hashes, "training/muon.py": "0"}
     monkeypatch.setattr(source_code, "file_hashes", lambda: now)
     assert main(["evaluate", str(run)]) == 0
     assert "changed" not in caplog.text
-    now = {**hashes, "model/gpt.py": "0"}
+    now = {**hashes, "gpt.py": "0"}
     assert main(["evaluate", str(run)]) == 0
-    changed = f"changed since {find_checkpoint(run)} was trained: model/gpt.py"
+    changed = f"changed since {find_checkpoint(run)} was trained: gpt.py"
     assert caplog.text.count(changed) == 1
     monkeypatch.setenv("RANK", "1")
-    load_named_model(run)
+    load_model(find_checkpoint(run))
     assert caplog.text.count(changed) == 1
     monkeypatch.setenv("RANK", "0")
-    load_named_model(run)
+    load_model(find_checkpoint(run))
     assert caplog.text.count(changed) == 2

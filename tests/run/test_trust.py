@@ -5,6 +5,7 @@ import shutil
 import pytest
 import yaml
 
+from lockstep_gpt import CONFIGS
 from lockstep_gpt.run import trust
 
 WATCHED = """
@@ -26,6 +27,11 @@ ALONE = {
 RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 
 
+def foreign_settings(values):
+    """Return the settings that the project's YAML files don't know."""
+    return trust.foreign_settings(values, [CONFIGS])
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -37,7 +43,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
     ],
 )
 def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
-    assert not trust.foreign_settings({"callbacks": {"one": {"_target_": target, "every": 3}}})
+    assert not foreign_settings({"callbacks": {"one": {"_target_": target, "every": 3}}})
 
 
 @pytest.mark.parametrize(
@@ -65,22 +71,40 @@ def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
     ],
 )
 def test_other_code_and_references_need_permission(node):
-    assert trust.foreign_settings({"callbacks": {"one": node}})
+    assert foreign_settings({"callbacks": {"one": node}})
 
 
-def test_a_class_that_a_file_in_configs_names_needs_no_permission(tmp_path, monkeypatch):
+def test_a_class_that_a_file_in_configs_names_needs_no_permission(tmp_path):
     run = {"callbacks": {"mine": {"_target_": "lockstep_gpt.run.callbacks.norm.Norm"}}}
-    assert trust.foreign_settings(run)
+    assert foreign_settings(run)
     lines = "mine:\n  _target_: lockstep_gpt.run.callbacks.norm.Norm\n"
     (tmp_path / "norm.yaml").write_text(lines)
-    monkeypatch.setattr(trust, "config_folders", lambda: [tmp_path])
-    assert not trust.foreign_settings(run)
+    assert not trust.foreign_settings(run, [tmp_path])
+
+
+def test_references_to_other_settings_need_no_permission_for_themselves():
+    known = {"_target_": "lockstep_gpt.sample.Sample", "length": "${size}"}
+    assert not foreign_settings({"callbacks": {"one": "${known}"}, "known": known, "size": 3})
+    assert not foreign_settings({"kept": ["seed", "optim._target_"], "nothing": "???"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kind": "os.system", "one": {"_target_": "${kind}"}},
+        {"a": "os", "b": "system", "one": {"_target_": "${a}.${b}"}},
+        {"a": "$", "b": "{oc.env:HOME}", "one": "${a}${b}"},
+        {"a": "oc.env", "one": "${${a}:HOME}"},
+    ],
+)
+def test_what_references_mean_needs_permission(more):
+    assert foreign_settings(more)
 
 
 def test_permission_for_a_class_is_for_its_arguments_too():
     one, other = ({"a": {"_target_": "mine.Run", "words": word}, "seed": 1} for word in "xy")
-    assert trust.foreign_settings(one) != trust.foreign_settings(other)
-    assert trust.foreign_settings(one) == trust.foreign_settings({**one, "seed": 2})
+    assert foreign_settings(one) != foreign_settings(other)
+    assert foreign_settings(one) == foreign_settings({**one, "seed": 2})
 
 
 @pytest.fixture
@@ -116,7 +140,8 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     config = command.folder / "run/config.yaml"
     values = yaml.safe_load(config.read_text())
     target = "lockstep_gpt.tokens.sources.text.Text"
-    values["data"] = {"_target_": target, "path": "${oc.env:WHERE}", "root": "prepared"}
+    values["data"]["source"] = {"_target_": target, "path": "${oc.env:WHERE}"}
+    values["data"]["root"] = "prepared"
     config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))
     ranks = ALONE
     words = (*RESUME[:3], "max_steps=25", *(() if launched else RESUME[3:]))

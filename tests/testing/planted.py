@@ -117,9 +117,9 @@ class DataByRank(lightning.LightningDataModule):
 
     vocab_size = 256
 
-    def __init__(self, block_size, micro_size):
+    def __init__(self, block_size, batch):
         super().__init__()
-        self.micro_size = micro_size
+        self.micro_size = batch.micro_size
         rows = torch.randint(256, (64, block_size + 1), generator=torch.Generator().manual_seed(0))
         self.samples = TensorDataset(rows[:, :-1], rows[:, 1:])
 

@@ -22,11 +22,11 @@ def check(command, monkeypatch, request):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     def run(*overrides, steps=4, ranks=(1, 2), main=PACKAGE, **settings):
-        short = [f"max_steps={steps}", "val_every=2", "data.val_tokens=256", "callbacks=[]"]
+        short = [f"max_steps={steps}", "val_every=2", "val_tokens=256", "callbacks=[]"]
         if not any(word.startswith("data=") for word in overrides):
             short.append(f"data.root={command.data_root}")
         else:
-            short.remove("data.val_tokens=256")
+            short.remove("val_tokens=256")
         assert_lockstep(main, ["experiment=smoke", *short, *overrides], ranks=ranks, **settings)
 
     return run
@@ -127,7 +127,9 @@ def test_what_depends_on_the_rank_is_found_where_it_begins(check, fault, begins,
 def test_a_rank_s_own_order_of_samples_is_found_as_data(check, command):
     choice = command.folder / "own" / "data"
     choice.mkdir(parents=True)
-    (choice / "by_rank.yaml").write_text("_target_: planted.DataByRank\n")
+    (choice / "by_rank.yaml").write_text(
+        "_target_: planted.DataByRank\nblock_size: ${model.block_size}\n"
+    )
     own = [f"--config-dir={choice.parent}", "data=by_rank"]
     *_, begins, cause, remedy = failure_of(check, *own, EXACT)
     assert begins.startswith("begins at: step 1, the samples: ")
@@ -193,7 +195,8 @@ def test_a_run_that_fails_shows_its_error_and_the_end_of_its_log(check):
 @pytest.mark.slow
 def test_a_wrong_setting_is_one_line(check):
     (line,) = failure_of(check, EXACT, "optim.lr=-1")
-    assert "did not begin: lockstep-gpt train: optim.lr=-1.0 must be above 0" in line
+    assert "did not begin: lockstep-gpt train: " in line
+    assert "lr=-1 must be above 0" in line
 
 
 @pytest.mark.slow

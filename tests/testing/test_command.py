@@ -7,7 +7,7 @@ import pytest
 from lockstep_gpt import cli
 from lockstep_gpt.testing import command as check_command
 
-SHORT = ["data.val_tokens=512", "callbacks=[]", "model.n_layer=1"]
+SHORT = ["val_tokens=512", "callbacks=[]", "model.n_layer=1"]
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_difference_is_shown_and_ends_with_status_one(capsys, command, monkeyp
     [
         (["--ranks", "1,3"], "equal bits on 1, 2, or 4 devices, not on 3; use one of these"),
         (["batch.exact_micro_size=null"], "tolerance=None needs equal bits"),
-        (["optim.lr=-1"], "optim.lr=-1.0 must be above 0"),
+        (["optim.lr=-1"], "lr=-1 must be above 0"),
     ],
 )
 @pytest.mark.usefixtures("quick_ranks")

@@ -190,9 +190,8 @@ def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_
     alone = train(1)
 
     def on_rank(_rank):
-        ddp = strategies.ddp(
-            process_group_backend="gloo", timeout_seconds=60, comm_hook="none", exact_threads=1
-        )
+        exact = Batch(global_size=12, exact_micro_size=2)
+        ddp = strategies.ddp(exact, process_group_backend="gloo", timeout_seconds=60)
         return train(3, strategy=ddp, devices=3, num_nodes=1)
 
     results = on_ranks(3, on_rank)
@@ -203,7 +202,7 @@ class Rows(lightning.Callback):
     """Keeps the loss of each row, the mean over `every` steps."""
 
     def __init__(self, every):
-        self.metrics = Metrics(every)
+        self.metrics = Metrics(every=every)
         self.rows = {}
 
     def on_train_batch_end(self, trainer, *_):

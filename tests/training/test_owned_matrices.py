@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.distributed.ddp import build_ddp
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.ranks import lost_peers
 from lockstep_gpt.training import muon, owned_matrices
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
@@ -154,7 +154,7 @@ def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, mode
             val_every=12,
             optim={"algorithm": "muon", "lr": 0.02, "clip_norm": 0.5, "weight_decay": 0.1},
         )
-        strategy = build_ddp("gloo", 60, "none")
+        strategy = strategies.ddp(process_group_backend="gloo")
         trainer = run.fit(strategy=strategy, devices=world_size, precision=precision)
         (optimizer,) = trainer.optimizers
         momentum = sum(

@@ -1,4 +1,4 @@
-"""`guard.verify_every`: a micro-batch computed again, on another rank, has the same bits."""
+"""`callbacks=[default,replays]`: micro-batches computed again, on another rank, have equal bits."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep_gpt.distributed.strategies import single_device
+from lockstep_gpt.batch import Batch
+from lockstep_gpt.distributed.strategies import auto
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.gradient_bits import refuse_changing_kernels
 from lockstep_gpt.training.replays import Replays, Vote, verdict
@@ -14,6 +15,7 @@ from lockstep_gpt.training.replays import Replays, Vote, verdict
 NAMES = ["embedding", "block", "norm"]
 RIGHT = (5, 4, 3, 2, 1)
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+REPLAYS = ("callbacks=[default,replays]", "callbacks.replays.every=1")
 SHORT = ("max_steps=6", "val_every=6", "checkpoint.every=6", "model.dropout=0.1")
 
 
@@ -80,7 +82,7 @@ def test_clean_runs_have_the_same_bits_with_and_without_it(new_run, precision, a
 @pytest.mark.usefixtures("quick_ranks")
 def test_two_ranks_agree_while_they_accumulate(command):
     words = (*SHORT, *TWO, "batch.micro_size=2", "optim=muon")
-    command.train(*words, "guard.verify_every=1", "run_dir=verified")
+    command.train(*words, *REPLAYS, "run_dir=verified")
     command.train(*words, "run_dir=plain")
     assert command.summary("verified")["weights"] == command.summary("plain")["weights"]
 
@@ -92,17 +94,18 @@ def test_a_batchnorm_is_refused(command):
         "    def setup(self, trainer, pl_module, stage):\n"
         "        pl_module.model.extra = torch.nn.BatchNorm1d(3)\n"
     )
-    words = ("+callbacks.normed._target_=normed.Normed", "guard.verify_every=2", "run_dir=run")
+    words = ("+callbacks.normed._target_=normed.Normed", *REPLAYS, "run_dir=run")
     result = command.train(*SHORT, *words, status=2, PYTHONPATH=str(command.folder))
-    assert "guard.verify_every=2 computes micro-batches again, which would change" in result.stderr
+    assert "the callback Replays computes micro-batches again, which would change" in result.stderr
 
 
 def test_gpus_need_kernels_that_always_round_alike(new_run):
-    def on_gpu(exact_threads):
-        trainer = SimpleNamespace(strategy=single_device("cpu", exact_threads))
+    def on_gpu(exact_micro_size):
+        batch = Batch(global_size=4, exact_micro_size=exact_micro_size)
+        trainer = SimpleNamespace(strategy=auto(batch=batch))
         modules = new_run().module.modules
         return SimpleNamespace(device=torch.device("cuda"), modules=modules, trainer=trainer)
 
-    with pytest.raises(UserError, match=r"verify_every=2 needs kernels that always round alike; "):
-        refuse_changing_kernels(on_gpu(None), 2)
-    refuse_changing_kernels(on_gpu(1), 2)
+    with pytest.raises(UserError, match=r"Replays needs kernels that always round alike; "):
+        refuse_changing_kernels(on_gpu(None))
+    refuse_changing_kernels(on_gpu(1))

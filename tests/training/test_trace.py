@@ -1,4 +1,4 @@
-"""`guard.trace=true`: the bits of each step, the same for any devices and after a resume."""
+"""`callbacks=[default,trace]`: each step's bits, equal on any devices and after a resume."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch
 from lockstep_gpt.run.trace_file import FIXED, read_trace
 from lockstep_gpt.training.trace import one_of_ranks
 
-TRACED = ("guard.trace=true", "batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
+EXACT = ("batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
+TRACED = ("callbacks=[default,trace]", *EXACT)
 SHORT = ("max_steps=10", "val_every=10", "checkpoint.every=4")
 STOPPING = """
 import lightning
@@ -51,23 +52,22 @@ def test_a_resumed_run_has_the_rows_of_one_that_was_never_stopped(traced):
 
 @pytest.mark.slow
 def test_tracing_changes_no_bit(traced):
-    traced.train(*TRACED, *SHORT, "run_dir=plain", "guard.trace=false")
+    traced.train(*EXACT, *SHORT, "run_dir=plain")
     assert not (traced.folder / "plain/trace.csv").exists()
     assert traced.summary("one")["weights"] == traced.summary("plain")["weights"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize(
-    ("setting", "off"), [("guard.trace=true", "false"), ("guard.verify_every=2", "null")]
-)
-def test_ranks_with_parts_of_the_model_are_refused(command, setting, off):
-    words = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2", setting, "run_dir=run")
+@pytest.mark.parametrize("choice", ["trace", "replays"])
+def test_ranks_with_parts_of_the_model_are_refused(command, choice):
+    chosen = f"callbacks=[default,{choice}]"
+    words = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2", chosen, "run_dir=run")
     result = command.train(*words, status=2)
-    name = setting.partition("=")[0]
-    assert f"{setting} needs the whole model on each rank; set strategy=ddp, or {name}={off}" in (
-        result.stderr
-    )
+    assert (
+        f"the callback {choice.title()} needs the whole model on each rank; set strategy=ddp, or "
+        "leave it out"
+    ) in result.stderr
 
 
 def test_of_ranks_with_the_tensor_one_that_differs_is_shown():

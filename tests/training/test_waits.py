@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.distributed.strategies import single_device
+from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training import clipping
@@ -52,11 +52,11 @@ def test_no_step_between_logged_ones_waits_for_the_device(composed, monkeypatch,
     batch = config.batch.build().spread_over(1)
     module = build_module(config, schedule_of(config, batch), ByteTokenizer())
     optimizer = optimizer_of(config.optim)(module.model.named_parameters(), lr=1e-3)
-    metrics = Metrics(config.log_every, batch.global_size * config.model.block_size)
+    metrics = Metrics(batch, config.log_every, config.model.block_size)
     clip = clipping.ClipAndSkip(1.0)
     trainer = SimpleNamespace(
         precision_plugin=SimpleNamespace(),
-        strategy=single_device("cpu"),
+        strategy=SingleDeviceStrategy(),
         max_steps=100,
         global_step=0,
         optimizers=[optimizer],

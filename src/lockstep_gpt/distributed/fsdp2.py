@@ -38,7 +38,7 @@ from lockstep_gpt.distributed.sharded_states import (
 from lockstep_gpt.distributed.tensor_parallel import refuse_unsplittable, split_model
 from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.lightning_patches import skip_teardown
+from lockstep_gpt.lightning_patches import skip_teardown, synchronizes_batchnorm
 from lockstep_gpt.settings import check
 from lockstep_gpt.torch_patches import limit_waits
 
@@ -138,10 +138,13 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         """Refuse a module of which nothing is sharded: each rank would train all by itself.
 
         Raises:
-            UserError: that, or a precision for which shards don't work.
+            UserError: that, or a setting of the Trainer's with which shards don't work.
         """
         assert self.lightning_module is not None
         module = self.lightning_module
+        synchronized = synchronizes_batchnorm(trainer)
+        rule = "does not work with strategy=fsdp2; set strategy=ddp"
+        check("trainer.sync_batchnorm", synchronized, not synchronized, rule)
         rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or strategy=ddp"
         check("precision", trainer.precision, trainer.precision in PRECISIONS, rule)
         is_half = self._policy.param_dtype == torch.bfloat16

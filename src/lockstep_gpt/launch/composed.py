@@ -41,7 +41,9 @@ else:
 # Settings of `lockstep.main`, which need no place in the YAML files.
 OURS = re.compile(r"(run_dir|run_name|resume|resume_force|trust_run_dir|verbosity|launch\.\w+)=")
 # Hydra would read a number, and write 1e3 as 1000.0 and 1.10 as 1.1.
-NUMBER_AS_NAME = re.compile(r"(run_dir|run_name|resume)=[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.I)
+NUMBER_AS_NAME = re.compile(
+    r"(run_dir|run_name|resume)=[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.IGNORECASE
+)
 HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
@@ -372,19 +374,21 @@ def keep_hydra(run: RunDirectory, values: dict[str, Any]) -> dict[str, Any]:
 
 def remove_traces(run: RunDirectory) -> None:
     """Remove what Hydra has made for a job that didn't start, if there is nothing else."""
-    if not run.path.is_dir():
-        return
-    files = [file for file in run.path.rglob("*") if file.is_file()]
-    ours = [run.path / name for name in run.others]
-    if all(any(file.is_relative_to(path) for path in ours) for file in files):
-        logs = [file for file in files if file in ours]
-        if not any(log.stat().st_size for log in logs):
-            shutil.rmtree(run.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other runs are in it
-                for folder in run.path.absolute().parents:
-                    if not folder.is_relative_to(Path.cwd()) or folder == Path.cwd():
-                        break
-                    folder.rmdir()
+    with contextlib.suppress(OSError):  # it isn't there, or isn't ours
+        names = {path.name for path in run.path.iterdir()}
+        if not names <= run.others or any(_has_text(run.path / name) for name in names):
+            return
+        shutil.rmtree(run.path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other runs are in it
+        for folder in run.path.absolute().parents:
+            if not folder.is_relative_to(Path.cwd()) or folder == Path.cwd():
+                break
+            folder.rmdir()
+
+
+def _has_text(path: Path) -> bool:
+    """Return whether this is a log in which something is written."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def overrides() -> list[str]:

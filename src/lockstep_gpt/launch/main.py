@@ -213,18 +213,18 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         words: of the command line.
         config: that they have composed.
     """
-    values = composed.values_to_freeze(config)
-    composed.refuse_missing(values)
-    composed.refuse_other_kinds(program.source, [*words], values)
-    targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
-    run = directory_of(values)
-    is_new = values.get("run_dir") is None and composed.is_named_after_time()
-    if values.get("resume") == "auto" and is_new and not composed.is_sweep():
-        raise UserError(
-            "resume=auto needs run_dir=runs/NAME, the run to continue or to start; set it, or leave "
-            "resume=auto out"
-        )
+    run = directory_of(config)
     try:
+        values = composed.values_to_freeze(config)
+        composed.refuse_missing(values)
+        composed.refuse_other_kinds(program.source, [*words], values)
+        targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
+        is_new = values.get("run_dir") is None and composed.is_named_after_time()
+        if values.get("resume") == "auto" and is_new and not composed.is_sweep():
+            raise UserError(
+                "resume=auto needs run_dir=runs/NAME, the run to continue or to start; set it, or "
+                "leave resume=auto out"
+            )
         return _run_in(run, program, values)
     except (UserError, RunError, ReportedError):
         composed.remove_traces(run)
@@ -279,9 +279,9 @@ def value_of(run: RunDirectory, status: int) -> Any:
     return math.nan if status else run.read_summary().get("value", math.nan)
 
 
-def directory_of(values: dict[str, Any]) -> RunDirectory:
+def directory_of(config: DictConfig) -> RunDirectory:
     """Return the directory of a job: `run_dir`, or where Hydra's job writes."""
-    named = values.get("run_dir")
+    named = config.get("run_dir")
     job = HydraConfig.get()
     if named is None:
         run = RunDirectory(Path(job.runtime.output_dir))

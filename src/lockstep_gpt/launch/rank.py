@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import stop_signals
+from lockstep_gpt.distributed.matrix_products import restored_afterward
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks, lost_peers
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
@@ -37,7 +38,8 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
     """
     ranks = Ranks.from_environment()
     values = directory.resolved()
-    with routed_output(directory, ranks, values.get("verbosity", "normal")) as terminal:
+    output = routed_output(directory, ranks, values.get("verbosity", "normal"))
+    with output as terminal, restored_afterward():
         run = None
         try:
             _restore_hydra(directory, ranks)

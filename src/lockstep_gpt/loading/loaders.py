@@ -29,11 +29,12 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import worker_processes
 from lockstep_gpt.loading.data_place import DataPlace, data_place
 from lockstep_gpt.loading.feeding import Feed, groups_of
-from lockstep_gpt.loading.order import Order, Places, RankOrder, Shuffled, eval_parts
+from lockstep_gpt.loading.order import HasPast, Order, Places, RankOrder, Shuffled, eval_parts
 from lockstep_gpt.loading.reading import BatchReader, Collate, Pad
 
 Workers = int | Literal["thread"]
 
+PAST = "past"  # the name by which a data module saves what has decided its order
 EVAL_SEED = "evaluation"  # the random numbers of a sample are the same in each evaluation
 
 
@@ -85,8 +86,7 @@ class TrainLoader(Iterable[Any]):
     @property
     def samples_per_step(self) -> int:
         """The samples of an optimizer step over all ranks."""
-        micro_batches = data_place(self.trainer).size * self.trainer.accumulate_grad_batches
-        return self.micro_size * micro_batches
+        return samples_per_step(self.trainer, self.micro_size)
 
     def __len__(self) -> int:
         """Return the micro-batches of an epoch of the Trainer, which consists of whole steps.
@@ -201,9 +201,11 @@ def train_loader(
         endless: let the data have no epochs.
 
     Raises:
-        UserError: the dataset isn't map-style, or is empty, or there is no Trainer yet.
+        UserError: the dataset isn't map-style, or is empty, there is no Trainer yet, or its
+            strategy can't add gradients as `batch` says.
     """
     trainer = attached(trainer)
+    _refuse_other_sums(trainer, batch)
     size = size_of(dataset)
     return TrainLoader(
         Batches(BatchReader(dataset, seed, collate), trainer.strategy, workers),
@@ -212,6 +214,16 @@ def train_loader(
         None if endless else size,
         order or Shuffled(size, seed),
     )
+
+
+def _refuse_other_sums(trainer: Trainer, batch: Sized | int) -> None:
+    """Raise a `UserError` if a batch needs exact sums, and the strategy adds in its own order."""
+    is_exact = getattr(batch, "is_exact", False)
+    if is_exact and getattr(trainer.strategy, "exact_threads", None) is None:
+        raise UserError(
+            f"batch.exact_micro_size is set, and {type(trainer.strategy).__name__} adds gradients "
+            "in an order of its own; set strategy=auto or strategy=ddp, which get the batch"
+        )
 
 
 def eval_loader(
@@ -277,6 +289,32 @@ def eval_places(
             "ranks; use fewer devices, smaller batches, or give eval_loader a pad"
         )
     return [Places(int(row[0]), row) for row in rows]
+
+
+def samples_per_step(trainer: Trainer, micro_size: int) -> int:
+    """Return the samples of an optimizer step over all ranks."""
+    return micro_size * data_place(trainer).size * trainer.accumulate_grad_batches
+
+
+def samples_of_run(trainer: Trainer | None, batch: Sized | int) -> int:
+    """Return the samples of all steps of a run, for a data module."""
+    trainer = attached(trainer)
+    return trainer.max_steps * samples_per_step(trainer, micro_size_of(batch))
+
+
+def past_of(trainer: Trainer | None) -> dict[str, Any]:
+    """Return, for a data module's `state_dict`, what has decided a run's samples so far."""
+    loader = None if trainer is None else trainer.train_dataloader
+    order: Any = getattr(loader, "order", None)
+    if not isinstance(loader, TrainLoader) or not isinstance(order, HasPast):
+        return {}
+    return {PAST: order.past(loader.samples_seen(loader.trainer.global_step))}
+
+
+def refuse_other_past(order: Any, state_dict: dict[str, Any]) -> None:
+    """Raise a `UserError` if an order would have come to a saved state otherwise."""
+    if PAST in state_dict and isinstance(order, HasPast):
+        order.refuse_other_past(state_dict[PAST])
 
 
 def attached(trainer: Trainer | None) -> Trainer:

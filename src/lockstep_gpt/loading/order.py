@@ -7,7 +7,7 @@ So one integer is enough to resume a run at the exact sample, at any world size.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,17 @@ Order = Callable[[Positions], Positions]  # positions of a run, any shape -> sam
 
 CHUNK = 32_768  # samples that are drawn at once: one by one costs 1000 times as much
 FIRST_CHUNK = 1024  # it doubles: an epoch may be short
+
+
+@runtime_checkable
+class HasPast(Protocol):
+    """An order that settings decide which a resume may change, as long as its past stays."""
+
+    def past(self, samples: int) -> dict[str, Any]:
+        """Return, as plain values, what decides the first `samples` positions."""
+
+    def refuse_other_past(self, past: dict[str, Any]) -> None:
+        """Raise a `UserError` if this order has another past."""
 
 
 @dataclass(frozen=True)

@@ -123,15 +123,18 @@ class RunDirectory:
         """Return the frozen configuration as plain values, or raise a `UserError`."""
         return read_frozen(self.config)
 
+    def placed(self) -> dict[str, Any]:
+        """Return the frozen configuration, with the run's path where it refers to that."""
+        return cast(dict[str, Any], _placed(self.values(), str(self.path.absolute())))
+
     def resolved(self) -> dict[str, Any]:
         """Return the frozen configuration with all references to the environment resolved.
 
         Raises:
             UserError: it is damaged, or a variable of the environment is not set.
         """
-        values = _placed(self.values(), str(self.path.absolute()))
         try:
-            resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+            resolved = OmegaConf.to_container(OmegaConf.create(self.placed()), resolve=True)
         except OmegaConfBaseException as error:
             line = str(error).splitlines()[0]
             raise UserError(f"{self.config}: {error.full_key}: {line}; set it") from None

@@ -7,7 +7,9 @@ from torch import nn
 
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.ranks import backend_here
+from lockstep_gpt.lightning_patches import synchronizes_batchnorm
 from lockstep_gpt.settings import counted
+from lockstep_gpt.torch_patches import BatchNorm
 
 
 def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str]:
@@ -26,7 +28,17 @@ def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str
     if module is None:
         return facts
     size = sum(weight.numel() for weight in module.parameters())
+    if synchronizes_batchnorm(trainer):
+        facts["batchnorm"] = batchnorm_line(module)
     return {"module": f"{type(module).__name__}, {counted(size, 'parameter')}", **facts}
+
+
+def batchnorm_line(module: nn.Module) -> str:
+    """Return what `Trainer(sync_batchnorm=True)` does to a module."""
+    count = sum(isinstance(layer, BatchNorm) for layer in module.modules())
+    if count == 0:
+        return "trainer.sync_batchnorm=true changes nothing: the model has none"
+    return f"{counted(count, 'layer')} synchronized over all ranks"
 
 
 def strategy_line(trainer: Trainer) -> str:

@@ -302,7 +302,7 @@ class Run:
         copy_to = self._checkpoints.copy_to if self._checkpoints else None
         loses_error = getattr(trainer.strategy, "loses_error", False)
         restarts = (self.config.get("launch") or {}).get("max_restarts", 0)
-        rule = "accumulates an error that no checkpoint has; set launch.max_restarts=0"
+        rule = "accumulates an error that no checkpoint contains; set launch.max_restarts=0"
         check("strategy.comm_hook", "powersgd", not (loses_error and restarts), rule)
         memories = [part for part in _callbacks_of(trainer) if isinstance(part, KeepsStates)]
         memory = next((part for part in memories if part.keeps_states(trainer)), None)

@@ -41,12 +41,20 @@ def foreign_settings(values: dict[str, Any], folders: Iterable[Path]) -> list[st
     settings = list(flat(settled(values)))
     nodes = []  # prefixes of the settings to return
     for name, value in settings:
-        is_reference = re.search(r"\$\{|_target_", str(value))
         is_target = name.endswith("_target_")
         is_known = value in our_targets or re.fullmatch(PUBLIC, str(value))
-        if is_reference or (is_target and not is_known):
+        if _refers(value) or (is_target and not is_known):
             nodes.append(name.removesuffix("_target_"))
     return [f"{name}={value}" for name, value in settings if name.startswith(tuple(nodes))]
+
+
+def _refers(value: Any) -> bool:
+    """Return whether a value refers to something, or is a list that has a node of a class."""
+    if isinstance(value, dict):
+        return "_target_" in value or any(map(_refers, value.values()))
+    if isinstance(value, list):
+        return any(map(_refers, value))
+    return "${" in str(value)
 
 
 def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:

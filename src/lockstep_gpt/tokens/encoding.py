@@ -65,8 +65,8 @@ def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator
                 path.unlink()
         except BrokenProcessPool as error:
             raise UserError(
-                f"data.source.num_proc={processes}: a process was killed, perhaps for lack of memory; "
-                "lower it"
+                f"data.source.num_proc={processes}: a process was killed, perhaps for lack of "
+                "memory; lower it"
             ) from error
 
 
@@ -82,7 +82,8 @@ def _make_pool(processes: int, folder: Path) -> ProcessPoolExecutor:
     except (OSError, NotImplementedError) as error:  # the latter: from a system without any
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"data.source.num_proc={processes} needs semaphores, which the system refuses ({reason}; on "
+            f"data.source.num_proc={processes} needs semaphores, which the system refuses "
+            f"({reason}; on "
             "Linux they are in /dev/shm); make /dev/shm writable, or set data.source.num_proc=1"
         ) from error
 

@@ -34,9 +34,7 @@ def open_windows(
     return {name: packing.open(folder, name, block_size) for name in splits}
 
 
-def counts_within(
-    counts: Mapping[str, int], tokens: int | None, block_size: int
-) -> dict[str, int]:
+def counts_within(counts: Mapping[str, int], tokens: int | None, block_size: int) -> dict[str, int]:
     """Return how many windows of each part to validate on.
 
     Args:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.settings import as_typed
 from lockstep_gpt.tokens import build, shards
 from lockstep_gpt.tokens.recipe import (
     BuildsItself,
@@ -50,6 +49,7 @@ class Run(Protocol):
     """What decides once, for all of its ranks and later starts."""
 
     ranks: Any  # a `Place`
+    force: bool  # whether it may go on with other tokens
 
     def recall(self, name: str) -> Any:
         """Return what was decided under this name; None: nothing yet."""
@@ -61,53 +61,70 @@ class Run(Protocol):
 def prepare_once(source: Source, run: Run | None) -> Path:
     """Return the folder with a source's token files, as one rank of a run.
 
-    The first start of a run decides its tokens; later ones don't look at the corpus, unless the
-    folder is missing. One rank of each machine prepares them, and the others wait for the folder.
+    The first start of a run decides its tokens; later ones don't look at the corpus, unless its
+    settings have changed or the folder is missing. One rank of each machine prepares the tokens,
+    and the others wait for the folder.
 
     Args:
         source: what to prepare.
         run: of this rank; None: nobody knows of other processes, so each calls `prepare`.
 
     Raises:
-        UserError: as in `prepare`, or machines see different corpora.
+        UserError: as in `prepare`, or the run has other tokens, or machines see other corpora.
     """
     if run is None:
         return prepare(source)
     place: Place = run.ranks
     if place.local_rank == 0:
-        folder = prepare(replace(source, fingerprint=source.fingerprint or _decided(run, source)))
+        fingerprint = source.fingerprint or _kept(source, run)
+        folder = prepare(replace(source, fingerprint=fingerprint))
         fingerprint = shards.load_index(folder).fingerprint
-        run.remember(DECIDED, {"source": _digest(source), "fingerprint": fingerprint})
-        _refuse_other_corpus(folder, fingerprint, _awaited(run, source))
+        run.remember(DECIDED, {"marks": source.marks(), "fingerprint": fingerprint})
+        _refuse_other_corpus(folder, fingerprint, _awaited(source, run))
         return folder
-    source = replace(source, fingerprint=source.fingerprint or _awaited(run, source))
+    source = replace(source, fingerprint=_awaited(source, run))
     while not folder_of(source).is_dir():
         time.sleep(POLL_SECONDS)
     return opened(source)
 
 
-def _decided(run: Run, source: Source) -> str | None:
-    """Return the fingerprint that the run has decided for these settings; None: not yet."""
+def _kept(source: Source, run: Run) -> str | None:
+    """Return the fingerprint that the run has decided; None: the corpus decides it now.
+
+    Raises:
+        UserError: changed settings give other tokens than those that the run has.
+    """
     decided = run.recall(DECIDED)
-    if decided is None or decided["source"] != _digest(source):
+    if decided is None:
         return None
-    return str(decided["fingerprint"])
+    fingerprint = str(decided["fingerprint"])
+    if source.marks() == decided["marks"] or recipe_of(source).fingerprint == fingerprint:
+        return fingerprint
+    if run.force:
+        return None
+    folder = folder_of(replace(source, fingerprint=fingerprint))
+    raise UserError(
+        f"{_change(decided['marks'], source.marks())} gives other tokens than {folder}, on which "
+        "the run trains; leave it out, or set resume_force=true"
+    )
 
 
-def _awaited(run: Run, source: Source) -> str:
-    """Return the fingerprint that rank 0 decides."""
-    fingerprint = _decided(run, source)
-    while fingerprint is None:
+def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the first setting that differs, with its value."""
+    if before["kind"] != after["kind"]:
+        return f"data={after['kind']}"
+    changed = [name for name, value in after.items() if value != before.get(name)]
+    plain = [name for name in changed if not isinstance(after[name], dict | list)]
+    return f"data.source.{plain[0]}={as_typed(after[plain[0]])}" if plain else "data.source"
+
+
+def _awaited(source: Source, run: Run) -> str:
+    """Return the fingerprint that rank 0 decides for these settings."""
+    decided = run.recall(DECIDED)
+    while decided is None or decided["marks"] != source.marks():
         time.sleep(POLL_SECONDS)
-        fingerprint = _decided(run, source)
-    return fingerprint
-
-
-def _digest(source: Source) -> str:
-    """Return what changes with any setting of a source, except where its tokens are."""
-    settings = asdict(replace(source, root="", fingerprint=None))
-    values = json.dumps([source.kind, settings], default=lambda value: type(value).__qualname__)
-    return hashlib.sha256(values.encode()).hexdigest()
+        decided = run.recall(DECIDED)
+    return str(decided["fingerprint"])
 
 
 def _refuse_other_corpus(folder: Path, fingerprint: str, decided: str) -> None:

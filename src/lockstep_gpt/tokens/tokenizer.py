@@ -66,7 +66,7 @@ class OwnTokenizer(Tokenizer, Protocol):
 
         Args:
             texts: the beginning of the training documents.
-            vocab_size: the setting `data.source.vocab_size`; None if the user leaves it to the class.
+            vocab_size: the source's setting; None if the user leaves it to the class.
         """
 
 

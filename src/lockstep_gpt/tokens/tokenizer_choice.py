@@ -41,8 +41,8 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
         learned = tokenizer.get_vocab_size()
         if learned < vocab_size:
             logger.warning(
-                "data.source.vocab_size=%d is more than this corpus gives: no pair of tokens is left to "
-                "join after %d, so the model's vocabulary is %d; add text, or raise "
+                "data.source.vocab_size=%d is more than this corpus gives: no pair of tokens is "
+                "left to join after %d, so the model's vocabulary is %d; add text, or raise "
                 "data.source.tokenizer_mb",
                 *(vocab_size, learned, learned),
             )

@@ -14,7 +14,6 @@ from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.exact_sums import AddsGradients
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import as_typed
 from lockstep_gpt.torch_patches import BatchNorm
 
 Bits = Tensor  # (3 + tensors,), int64: sums of the bits of tokens, loss, and gradients
@@ -77,28 +76,27 @@ def bits_of_batch(batch: Any, device: torch.device) -> Tensor:
     return sum((bits_of_batch(part, device) for part in parts), start=zero)
 
 
-def refuse_without_replicas(trainer: Any, setting: str, value: Any, off: str) -> None:
+def refuse_without_replicas(trainer: Any, callback: str) -> None:
     """Raise a `UserError` if ranks don't have the whole model, and so no gradients of their own."""
     if layout_of(trainer.strategy).has_replicas:
         return
     raise UserError(
-        f"{setting}={as_typed(value)} needs the whole model on each rank; set strategy=ddp, or "
-        f"{setting}={off}"
+        f"the callback {callback} needs the whole model on each rank; set strategy=ddp, or leave "
+        "it out"
     )
 
 
-def refuse_changing_kernels(module: LightningModule, every: int) -> None:
+def refuse_changing_kernels(module: LightningModule) -> None:
     """Raise a `UserError` if computing the same again may give other bits without any fault."""
-    setting = f"guard.verify_every={every}"
     if any(isinstance(layer, BatchNorm) for layer in module.modules()):
         raise UserError(
-            f"{setting} computes micro-batches again, which would change the statistics of the "
-            "model's BatchNorm; use a norm over channels, or set guard.verify_every=null"
+            "the callback Replays computes micro-batches again, which would change the statistics "
+            "of the model's BatchNorm; use a norm over channels, or leave the callback out"
         )
     strategy = module.trainer.strategy
     is_exact = isinstance(strategy, AddsGradients) and strategy.exact_threads is not None
     if module.device.type != "cpu" and not is_exact:
         raise UserError(
-            f"{setting} needs kernels that always round alike; set batch.exact_micro_size, which "
-            "chooses them, or guard.verify_every=null"
+            "the callback Replays needs kernels that always round alike; set "
+            "batch.exact_micro_size, which chooses them, or leave the callback out"
         )

@@ -1,4 +1,4 @@
-"""`guard.verify_every`: computes a micro-batch again, on another rank, and compares the bits."""
+"""Computes a micro-batch again, on another rank, and compares the bits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.loading.loaders import TrainLoader
 from lockstep_gpt.run.callbacks.arithmetic import processor_of
 from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
+from lockstep_gpt.settings import check_whole
 from lockstep_gpt.torch_patches import shallow_copy
 from lockstep_gpt.training.gradient_bits import (
     Bits,
@@ -47,6 +48,7 @@ class Replays(Callback):
     """
 
     def __init__(self, every: int, seed: int) -> None:
+        check_whole("every", every, at_least=1)
         self.every = every
         self.seed = seed
         self._batch: Any = None  # the micro-batch to compare; None: this one isn't
@@ -60,14 +62,13 @@ class Replays(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what can't be computed again with equal bits."""
-        name = "guard.verify_every"
-        refuse_without_replicas(trainer, name, self.every, "null")
-        refuse_changing_kernels(pl_module, self.every)
+        refuse_without_replicas(trainer, "Replays")
+        refuse_changing_kernels(pl_module)
         processors = from_each_rank(processor_of(pl_module.device))
         if len({*processors}) > 1:
             raise UserError(
-                f"{name}={self.every} compares ranks, and these have different processors "
-                f"({'; '.join(sorted({*processors}))}); set {name}=null"
+                "the callback Replays compares ranks, and these have different processors "
+                f"({'; '.join(sorted({*processors}))}); leave it out"
             )
         self._bits = GradientBits(pl_module)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from lockstep_gpt.distributed.bit_sums import bit_sum
 from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.run import Run
 from lockstep_gpt.run.trace_file import TraceFile, TraceRow, as_digits
+from lockstep_gpt.settings import check_whole
 from lockstep_gpt.training.clipping import ClipAndSkip
 from lockstep_gpt.training.gradient_bits import (
     Bits,
@@ -21,15 +22,15 @@ from lockstep_gpt.training.gradient_bits import (
 
 
 class Trace(StepCallback):
-    """Keeps the bits of steps on the device, and gathers them with each row of the log.
+    """Keeps the bits of steps on the device, and gathers and writes them every so many steps.
 
     Args:
-        directory: of the run.
-        every: steps between rows of the log.
+        every: steps between writes to the disk.
     """
 
-    def __init__(self, directory: RunDirectory, every: int) -> None:
-        self.directory = directory
+    def __init__(self, every: int = 10) -> None:
+        check_whole("every", every, at_least=1)
+        self.directory = Run.current().directory
         self.every = every
         self._batch: Any = None
         self._micro_batches: list[Bits] = []  # of the current step, on this rank
@@ -38,7 +39,7 @@ class Trace(StepCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue the file, and watch the gradients."""
         super().on_train_start(trainer, pl_module)
-        refuse_without_replicas(trainer, "guard.trace", True, "false")
+        refuse_without_replicas(trainer, "Trace")
         self._bits = GradientBits(pl_module)
         self._file = TraceFile(self.directory, self._bits.named)
         if trainer.is_global_zero:

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.extras.datasets.mixture import Mixture
-
-TEXT = f"{Text.__module__}.{Text.__name__}"
+from lockstep_gpt.tokens.sources.text import Text
 
 KILL = """
 import os, signal, lightning
@@ -30,12 +28,15 @@ def corpora(tmp_path):
 
     def mixed(names="code poems prose", sources=None, **changes):
         configs = {
-            name: {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
-            for name in names.split()
+            name: Text(path=str(tmp_path / name), val_fraction=0.2) for name in names.split()
+        }
+        others = {
+            name: Text(**source) if isinstance(source, dict) else source
+            for name, source in (sources or {}).items()
         }
         weights = dict.fromkeys(configs, 1.0) if not {"weights", "epochs"} & {*changes} else {}
         settings = {"root": str(tmp_path / "data"), "weights": weights, **changes}
-        return Mixture(sources={**configs, **(sources or {})}, **settings)
+        return Mixture(sources={**configs, **others}, **settings)
 
     return mixed
 

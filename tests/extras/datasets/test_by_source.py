@@ -32,7 +32,9 @@ def test_a_source_without_a_target_that_counts_is_one_line():
     loss = LossBySource(SHARES, [1, 1, 1])
     for count in (4, 0, 4):
         loss.update(torch.tensor(0.0), count)
-    with pytest.raises(UserError, match=r"^data\.sources\.prose: no target of its validation"):
+    with pytest.raises(
+        UserError, match=r"^data\.source\.sources\.prose: no target of its validation"
+    ):
         loss.compute()
 
 

@@ -6,18 +6,21 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from lockstep_gpt.building import build
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.mixture import Mixture
+from lockstep_gpt.extras.datasets.renamed import renamed
+from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.loading.order import RankOrder
+from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.settings import setting
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import splits_of
 from lockstep_gpt.tokens.shards import check_content, load_index, open_split
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.windows import Stored, StreamWindows, read_windows
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.renamed import renamed
-from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.settings import setting
 
 T = 16
 
@@ -79,7 +82,7 @@ def test_the_order_of_a_mixture_takes_the_windows_of_any_packing(corpora, module
 def test_one_epoch_of_three_packed_sources_has_each_window_once(world, corpora, module_of):
     data = corpora(epochs={"code": 1.0, "poems": 1.0, "prose": 1.0})
     packing = WholeDocuments()
-    modules = [module_of(data, rank, world, packing=packing, micro_size=1) for rank in range(world)]
+    modules = [module_of(data, rank, world, packing=packing, batch=1) for rank in range(world)]
     total = modules[0].train_windows
     steps = -(-total // world)
     for module in modules:
@@ -106,7 +109,7 @@ def with_tests(corpora):
     def mixed(**changes):
         data = corpora(**changes)
         for name in ("code", "prose"):
-            data.sources[name]["test_fraction"] = 0.1
+            data.sources[name].test_fraction = 0.1
         return data
 
     return mixed
@@ -146,27 +149,41 @@ def test_ranks_test_each_window_of_each_source_once(packing, world, with_tests, 
 
 
 def test_a_mixture_without_a_test_split_says_where_to_set_one(corpora, module_of):
-    with pytest.raises(UserError, match=r"with data\.sources\.NAME\.test_fraction or data\.sou"):
+    with pytest.raises(
+        UserError, match=r"with data\.source\.sources\.NAME\.test_fraction or data\.sou"
+    ):
         module_of(corpora()).test_dataloader()
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"path": ""}, r"^data\.sources\.code\.path is empty; set it"),
-        ({"path": "/nowhere"}, r"^data\.sources\.code\.path=/nowhere matches no file"),
-        ({"vocab_size": 300}, r"^data\.sources\.code\.vocab_size=300 .* data\.sources\.code\.tok"),
-        ({"test_fraction": 0.9}, r"^data\.sources\.code\.test_fraction=0\.9 and data\.sources\.co"),
-        ({"documents": "page"}, r"^data\.sources\.code\.documents=page is not one of file, line"),
-        ({"shard_mb": 0}, r"^data\.sources\.code\.shard_mb=0 must be at least 1"),
-        ({"num_proc": "x"}, r"^data\.sources\.code\.num_proc: Value 'x'"),
+        ({"path": ""}, r"^data\.source\.sources\.code\.path is empty; set it"),
+        ({"path": "/nowhere"}, r"^data\.source\.sources\.code\.path=/nowhere matches no file"),
     ],
 )
 def test_an_error_names_the_setting_as_the_mixture_has_it(changes, line, corpora):
-    data = corpora("code prose")
-    data.sources["code"] |= changes
+    data = corpora("code prose", sources={"code": {"val_fraction": 0.2, **changes}})
     with pytest.raises(UserError, match=line) as caught:
         prepare(data)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"vocab_size": 300}, r"^data\.source\.sources\.code\.vocab_size=300 .* tokenizer=bpe"),
+        ({"test_fraction": 0.9}, r"^data\.source\.sources\.code\.test_fraction=0\.9 and val_fr"),
+        ({"documents": "page"}, r"^data\.source\.sources\.code\.documents=page is not one of file"),
+        ({"shard_mb": 0}, r"^data\.source\.sources\.code\.shard_mb=0 must be at least 1"),
+    ],
+)
+def test_a_mistake_in_a_source_is_named_where_it_is_typed(changes, line):
+    target = {"_target_": f"{Text.__module__}.{Text.__name__}", "val_fraction": 0.2, **changes}
+    mixture = {"_target_": f"{Mixture.__module__}.{Mixture.__name__}", "sources": {"code": target}}
+    config = OmegaConf.create({"data": {"source": {**mixture, "weights": {"code": 1}}}})
+    with pytest.raises(UserError, match=line) as caught:
+        build(config.data.source)
     assert "\n" not in str(caught.value)
 
 
@@ -177,9 +194,11 @@ def test_a_setting_of_the_source_s_own_class_is_renamed_and_the_mixture_s_root_i
 
     def fail():
         with renamed("a", Mine):
-            raise UserError("data.mine=3 and data.path=x, but data.root=y and data.weights=z")
+            raise UserError("data.source.mine=3, data.source.path=x, data.root=y, data.weights=z")
 
     with pytest.raises(UserError) as caught:
         fail()
-    expected = "data.sources.a.mine=3 and data.sources.a.path=x, but data.root=y and data.weights=z"
+    expected = (
+        "data.source.sources.a.mine=3, data.source.sources.a.path=x, data.root=y, data.weights=z"
+    )
     assert str(caught.value) == expected

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.tokens.recipe import folder_of
+from lockstep_gpt.trained_model import load_model
 
-PACKED = ["packing=documents", "documents.mask=true"]
+PACKED = ["packing=documents", "callbacks=[default,documents]"]
 
 
 def losses(command, run):
@@ -36,8 +36,8 @@ def lines(tmp_path):
 
 
 def words_for(lines):
-    source = ["data=text", f"data.path={lines}", "data.val_fraction=0.2"]
-    return [*source, *PACKED, "optim.warmup_steps=0"]
+    source = ["data=text", f"data.source.path={lines}", "data.source.val_fraction=0.2"]
+    return [*source, *PACKED, "schedule.warmup=0"]
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
     one, other = losses(command, "one"), losses(command, "two")
     for name, values in one.items():
         assert values == pytest.approx(other[name], rel=1e-3)
-    command("train", "run_dir=two", "resume=auto", "max_steps=14", "optim.decay=constant")
+    command("train", "run_dir=two", "resume=auto", "max_steps=14", "schedule.decay=constant")
     assert command.summary("two")["step"] == 14
 
 
@@ -66,14 +66,17 @@ def test_ranks_that_split_a_model_see_the_same_documents(command, lines):
     for name, values in one.items():
         assert values == pytest.approx(other[name], abs=1e-5)
     error = command.train(*words, *split, "model.dropout=0.1", status=2).stderr
-    assert "documents.mask=true with model.dropout=0.1 does not work with" in error
+    assert (
+        "model.dropout=0.1 does not work with callbacks=documents and strategy.tensor_parallel=2"
+        in error
+    )
 
 
 @pytest.mark.slow
 def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
     if find_spec("lockstep_gpt.extras.pages") is None:
         pytest.skip("the panel is an extra of its own, pages")
-    panel = ["callbacks=[default,sync_panel]", "callbacks.sync_panel.every=3"]
+    panel = ["callbacks=[default,documents,sync_panel]", "callbacks.sync_panel.every=3"]
     words = [*words_for(lines), *panel, "batch.micro_size=2", "max_steps=6", "log_every=3"]
     command.train(*words, "run_dir=run")
     with (command.folder / "run/metrics.csv").open() as file:
@@ -136,7 +139,6 @@ def test_a_kept_packing_cannot_change_on_resume(command, lines):
     ("words", "error"),
     [
         (["packing=best"], "packing=best is not one of documents, stream"),
-        (["documents.mask=maybe"], "documents.mask=maybe must be true or false"),
     ],
 )
 def test_wrong_values_are_refused_in_one_line(command, words, error):
@@ -145,7 +147,7 @@ def test_wrong_values_are_refused_in_one_line(command, words, error):
 
 @pytest.mark.slow
 def test_data_without_documents_is_refused_and_leaves_no_run(command):
-    words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
+    words = ["experiment=smoke", "data=synthetic", "data.source.tokens=20000", "run_dir=none"]
     for setting in PACKED:
         output = command("train", *words, setting, status=2).stderr
         assert output.splitlines()[-1].endswith("no end of text; leave it out")

@@ -2,13 +2,14 @@
 
 import copy
 
+import lightning
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import attention
 from lockstep_gpt.extras.datasets.attention import (
@@ -17,30 +18,28 @@ from lockstep_gpt.extras.datasets.attention import (
     joined,
     token_mask,
 )
-from lockstep_gpt.extras.datasets.mask import Documents, mask, mask_documents
-from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
+from lockstep_gpt.extras.datasets.mask import (
+    Documents,
+    MaskDocuments,
+    mask,
+    mask_if_configured,
+)
+from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.functional import IGNORE, causal_attention
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.modern import ModernGPT
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 640}
 ARCHITECTURES = {
-    "gpt": {"architecture": "gpt"},
-    "modern": {
-        "architecture": "modern",
-        "bias": False,
-        "ngram_rows": 64,
-        "longest_ngram": 4,
-        "n_kv_head": 1,
-    },
+    "gpt": (GPT, {}),
+    "modern": (ModernGPT, {"ngram_rows": 64, "longest_ngram": 4, "n_kv_head": 1}),
 }
 
 
 def model_of(name, *, masked=True, **changes):
-    config = ModelConfig(**{**SHAPE, **ARCHITECTURES[name], **changes})
+    kind, settings = ARCHITECTURES[name]
     torch.manual_seed(0)
-    model = build_gpt(config, 50).double()
+    model = kind(vocab_size=50, **{**SHAPE, **settings, **changes}).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -240,7 +239,7 @@ def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpoint
     eager = model_of(name, **changes)
     expected = gradients(eager, eager(tokens, targets))
     model = model_of(name, masked=False, **changes)
-    mask(model, ByteTokenizer(), one_graph=True)
+    mask(model, ByteTokenizer(), compiled=True)
     whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
     features = torch.compile(model.features, **whole)
     torch.testing.assert_close(features(tokens), eager.features(tokens))
@@ -255,27 +254,63 @@ def test_without_documents_attention_is_the_models_own():
 
 
 def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
-    config = ModelConfig(**SHAPE)
-
     class Endless(ByteTokenizer):
         end_of_text = None
 
-    with pytest.raises(UserError, match=r"documents\.mask=true needs documents, and this"):
-        mask(build_gpt(config, 50), Endless())
+    with pytest.raises(UserError, match=r"callbacks=documents needs documents, and this"):
+        mask(GPT(vocab_size=50, **SHAPE), Endless())
     other = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="needs attention with `attend`"):
         mask(other, ByteTokenizer())
 
 
-@pytest.mark.parametrize("groups", [{}, {"mask": False}, {"mask": True}])
-def test_only_the_setting_masks_documents(groups):
-    config = Config(
-        max_steps=1,
-        batch=BatchConfig(global_size=1),
-        model=ModelConfig(**SHAPE),
-        optim=OptimConfig(algorithm="adamw"),
-        of_extras={"documents": DocumentSettings(**groups)} if groups else {},
+MASKS = {"_target_": f"{MaskDocuments.__module__}.MaskDocuments", "compiled": True}
+
+
+@pytest.mark.parametrize("callbacks", [{}, {"sample": None}, {"documents": MASKS}, None])
+def test_only_a_run_with_the_callback_has_a_masked_model(callbacks):
+    model = GPT(vocab_size=50, **SHAPE)
+    config = OmegaConf.create({"callbacks": callbacks})
+    mask_if_configured(config, model, ByteTokenizer())
+    assert isinstance(model.positions.__self__, Documents) is ("documents" in (callbacks or {}))
+
+
+class Noting(lightning.LightningModule):
+    """Notes whether its model is masked when Lightning lets it be compiled or placed."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = GPT(vocab_size=256, **{**SHAPE, "block_size": 8})
+        self.new_model = lambda: GPT(vocab_size=256, **{**SHAPE, "block_size": 8})
+
+    def configure_model(self):
+        self.was_masked = isinstance(self.model.positions.__self__, Documents)
+
+    def training_step(self, batch):
+        return self.model(*batch)
+
+    def validation_step(self, batch):
+        return self.model(*batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+def test_the_callback_masks_before_the_model_is_placed(corpora, tmp_path):
+    data = Tokens(corpora("code prose"), 8, 4, seed=0, root=str(tmp_path / "data"))
+    module = Noting()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        limit_val_batches=0,
+        callbacks=[MaskDocuments()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    model = build_gpt(config.model, 50)
-    mask_documents(model, config, ByteTokenizer())
-    assert isinstance(model.positions.__self__, Documents) is groups.get("mask", False)
+    trainer.fit(module, data)
+    assert module.was_masked
+    assert isinstance(module.new_model().positions.__self__, Documents)

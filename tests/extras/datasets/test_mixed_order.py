@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.loading.order import RankOrder, Shuffled
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder, seed_of
 from lockstep_gpt.extras.datasets.shares import phases
+from lockstep_gpt.loading.order import RankOrder, Shuffled
 
 SIZES = {"a": 1, "b": 7, "c": 130, "d": 5000}
 T, B = 16, 4
@@ -82,7 +82,7 @@ def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(
     world, corpora, module_of
 ):
     modules = [module_of(corpora(), rank, world) for rank in range(world)]
-    loaders = [module.eval_loaders("val", module.validated) for module in modules]
+    loaders = [module.val_dataloader().loaders for module in modules]
     windows = modules[0].windows["val"]
     first = 0
     for size, of_ranks in zip(windows.counts.values(), zip(*loaders, strict=True), strict=True):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.windows import StreamWindows
-from lockstep_gpt.errors import UserError
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 T = 16
@@ -28,7 +28,7 @@ def test_windows_are_those_of_the_sources_one_after_another(split, corpora, sing
 def test_sources_may_have_several_files(corpora, tmp_path, single):
     text = np.random.default_rng(0).choice([*"abcdef "], 3_000_000)
     (tmp_path / "long").write_text("".join(text))
-    long = {"_target_": TEXT, "path": str(tmp_path / "long"), "shard_mb": 1, "val_fraction": 0.2}
+    long = {"path": str(tmp_path / "long"), "shard_mb": 1, "val_fraction": 0.2}
     data = corpora("code", sources={"long": long}, weights={"code": 1.0, "long": 1.0})
     folder = prepare(data)
     assert len([*folder.glob("long-train-*.bin")]) == 3

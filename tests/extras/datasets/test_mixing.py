@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.recipe import recipe_of
 from lockstep_gpt.tokens.shards import check_content, load_index
 from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 
@@ -87,24 +86,26 @@ def test_without_hard_links_the_files_are_linked_by_name(corpora, monkeypatch):
 
 
 def test_two_sources_of_the_same_tokens_are_rejected(corpora, tmp_path):
-    again = {"_target_": TEXT, "path": str(tmp_path / "code"), "val_fraction": 0.2}
+    again = {"path": str(tmp_path / "code"), "val_fraction": 0.2}
     data = corpora("code", sources={"again": again}, weights={"code": 1.0, "again": 1.0})
-    with pytest.raises(UserError, match=r"data.sources.again and data.sources.code are the same"):
+    with pytest.raises(
+        UserError, match=r"data.source.sources.again and data.source.sources.code are the same"
+    ):
         prepare(data)
 
 
 def test_a_missing_path_is_named_as_the_user_wrote_it(corpora):
     data = corpora(
         "code",
-        sources={"more": {"_target_": TEXT, "path": "nowhere"}},
+        sources={"more": {"path": "nowhere"}},
         epochs={"code": 1.0, "more": 1.0},
     )
-    with pytest.raises(UserError, match=r"^data.sources.more.path=nowhere matches no file"):
+    with pytest.raises(UserError, match=r"^data.source.sources.more.path=nowhere matches no file"):
         prepare(data)
 
 
 def bpe(tmp_path, name):
-    settings = {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
+    settings = {"path": str(tmp_path / name), "val_fraction": 0.2}
     return {**settings, "tokenizer": "bpe", "vocab_size": 300}
 
 
@@ -112,9 +113,9 @@ def test_different_tokenizers_are_rejected(corpora, tmp_path):
     pytest.importorskip("tokenizers")
     data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")})
     line = (
-        r"data.sources.code and data.sources.prose have different tokenizers \(bytes of 256 ids "
-        r"and bpe of \d+ ids\), and a model has one; set the same data.sources.NAME.tokenizer, or "
-        "data.tokenizer_from=code"
+        r"data.source.sources.code and data.source.sources.prose have different tokenizers \(bytes of 256 ids "
+        r"and bpe of \d+ ids\), and a model has one; set the same data.source.sources.NAME.tokenizer, or "
+        "data.source.tokenizer_from=code"
     )
     with pytest.raises(UserError, match=line):
         prepare(data)
@@ -138,18 +139,6 @@ def test_a_damaged_copy_of_a_tokenizer_is_replaced(corpora, tmp_path):
     copy.write_bytes(content.replace(b"a", b"b", 1))
     assert prepare(replace(data)) == folder
     assert copy.read_bytes() == content
-
-
-def test_a_tokenizer_of_the_mixture_is_that_of_sources_that_name_none(corpora, single, tmp_path):
-    pytest.importorskip("tokenizers")
-    data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer="bpe")
-    sources = data.make_sources()
-    assert {name: source.vocab_size for name, source in sources.items()} == {
-        "code": 8192,
-        "prose": 300,
-    }
-    alone = replace(single("code"), tokenizer="bpe", vocab_size=None)
-    assert recipe_of(sources["code"]).fingerprint == recipe_of(alone).fingerprint
 
 
 def test_the_index_names_the_state_of_every_source(corpora, single):

@@ -4,15 +4,17 @@ import csv
 import json
 import re
 import shutil
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.past import keep_past
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
+from lockstep_gpt.extras.datasets.turns import Phase
+from lockstep_gpt.tokens.sources.text import Text
 
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
 ROW = (
@@ -30,12 +32,14 @@ def words(command):
     for name, letters in (("code", "xyz "), ("prose", "klmnop ")):
         text = np.random.default_rng(len(letters)).choice([*letters], 20_000)
         (command.folder / f"{name}.txt").write_text("".join(text))
-    sources = [f"data.sources.{name}=text" for name in ("code", "prose")]
-    paths = [f"data.sources.{name}.path={command.folder}/{name}.txt" for name in ("code", "prose")]
-    weights = ["data.weights.code=0.7", "data.weights.prose=0.3"]
+    sources = [f"+source@data.source.sources.{name}=text" for name in ("code", "prose")]
+    paths = [
+        f"data.source.sources.{name}.path={command.folder}/{name}.txt" for name in ("code", "prose")
+    ]
+    weights = ["+data.source.weights.code=0.7", "+data.source.weights.prose=0.3"]
     root = f"data.root={command.folder}/data"
     sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
-    return ["data=mixture", root, *sources, *paths, *weights, *sizes]
+    return ["data=mixture", "callbacks=[default,sources]", root, *sources, *paths, *weights, *sizes]
 
 
 def rows(run):
@@ -51,7 +55,7 @@ def weights_of(run):
 def mixed(finished, tmp_path_factory):
     """A finished run on a mixture, and its command."""
     command = finished[0].elsewhere(tmp_path_factory.mktemp("mixed"))
-    schedule = "data.schedule=[{from: 0.5, weights: {prose: 1}}]"
+    schedule = "data.source.schedule=[{from: 0.5, weights: {prose: 1}}]"
     output = command.train(*words(command), schedule, "run_dir=run").stdout
     return command, output
 
@@ -110,7 +114,7 @@ def test_the_frozen_configuration_names_sources_and_one_fingerprint_of_all(mixed
 def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
     shutil.copytree(mixed[0].folder, command.folder, dirs_exist_ok=True)
     (command.folder / "prose.txt").write_text("other text " * 2000)
-    longer = ("max_steps=24", "data.planned_tokens=3840", f"data.root={command.folder}/data")
+    longer = ("max_steps=24", "data.source.planned_tokens=3840", f"data.root={command.folder}/data")
     output = command("train", "run_dir=run", "resume=auto", *longer).stdout
     assert "done in" in output
     assert int(rows(command.folder / "run")[-1]["data/tokens/prose"]) == 2496 + 4 * 6 * 32
@@ -119,17 +123,21 @@ def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("data.weights.code=0.5", "data.weights.code=0.5 instead of 0.7"),
+        ("data.source.weights.code=0.5", "data.source.weights.code=0.5 instead of 0.7"),
         (
-            "data.sources.code.documents=line",
-            "a run keeps its sources; here is data.sources.code.doc",
+            "data.source.sources.code.documents=line",
+            "a run keeps its sources; here is data.source.sources.code.doc",
         ),
-        ("max_steps=30", "data.planned_tokens=3840 to train longer"),
+        ("max_steps=30", "data.source.planned_tokens=3840 to train longer"),
     ],
 )
 def test_a_resume_may_not_change_the_past(change, line, mixed, command):
     shutil.copytree(mixed[0].folder, command.folder, dirs_exist_ok=True)
-    steps = () if change.startswith("max_steps") else ("max_steps=24", "data.planned_tokens=3840")
+    steps = (
+        ()
+        if change.startswith("max_steps")
+        else ("max_steps=24", "data.source.planned_tokens=3840")
+    )
     result = command("train", "run_dir=run", "resume=auto", change, *steps, status=2)
     assert line in result.stderr
 
@@ -139,29 +147,31 @@ def test_sources_that_are_repeated_often_or_hardly_used_are_warned_of(command):
     for name in ("tiny", "rare", "late"):
         (command.folder / f"{name}.txt").write_text("abc " * 60)
     extra_sources = [
-        f"data.sources.{name}{setting}"
+        f"data.source.sources.{name}{setting}"
         for name in ("tiny", "rare", "late")
         for setting in ("=text", f".path={command.folder}/{name}.txt", ".val_fraction=0.2")
     ]
-    shares = ["data.weights.tiny=1", "data.weights.rare=0.0001"]
-    shares += ["data.epochs.late=1", "data.planned_tokens=10_000"]
+    shares = ["data.source.weights.tiny=1", "data.source.weights.rare=0.0001"]
+    shares += ["data.source.epochs.late=1", "data.source.planned_tokens=10_000"]
     output = command.train(*words(command), *extra_sources, *shares, "run_dir=run").stdout
     assert (
-        "the run takes data.sources.tiny 12 times; beyond 4 epochs the same tokens teach" in output
+        "the run takes data.source.sources.tiny 12 times; beyond 4 epochs the same tokens teach"
+        in output
     )
-    assert "the run takes nothing from data.sources.rare: its share of 120 windows" in output
-    assert "the run takes 2 of 5 windows of data.sources.late, less than once" in output
-    assert "the run takes data.sources.code" not in output
+    assert "the run takes nothing from data.source.sources.rare: its share of 120 windows" in output
+    assert "the run takes 2 of 5 windows of data.source.sources.late, less than once" in output
+    assert "the run takes data.source.sources.code" not in output
 
 
-def test_a_run_whose_sources_took_turns_by_another_rule_is_refused(tmp_path):
-    with pytest.raises(UserError, match="took turns by the rule of an earlier version"):
-        keep_past({"samples": 6}, config=None, folder=tmp_path)
+def test_a_run_whose_sources_took_turns_by_another_rule_is_refused():
+    order = MixedOrder({"a": 9}, [Phase(0, (Fraction(1),))], seed=1)
+    with pytest.raises(UserError, match="took turns by the rule of another version"):
+        order.refuse_other_past({**order.past(6), "rule": "another"})
 
 
 @pytest.mark.slow
 def test_the_command_evaluate_measures_the_whole_test_split_of_each_source(command):
-    tests = [f"data.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
+    tests = [f"data.source.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
     command.train(*words(command), *tests, "run_dir=run")
     result = json.loads(command("evaluate", "run", "--split", "test", "--json").stdout)
     (place,) = (command.folder / "data").glob("mixture-*")
@@ -173,15 +183,15 @@ def test_the_command_evaluate_measures_the_whole_test_split_of_each_source(comma
 
 @pytest.mark.slow
 def test_one_tokenizer_is_learned_or_named_for_all_sources(command):
-    run_words = [*words(command), "data.tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
+    run_words = [*words(command), "tokenizer=bpe", "data.source.tokenizer_from=code", "run_dir=run"]
     command.train(*run_words)
     (place,) = (command.folder / "data").glob("mixture-*")
     assert json.loads((place / "index.json").read_text())["tokenizer"]["kind"] == "bpe"
 
 
 def test_epochs_that_the_run_has_no_room_for_are_one_line(command):
-    run_words = [*words(command)[:-5], "data.epochs.prose=9", "run_dir=run"]
+    run_words = [*words(command)[:-5], "data.source.epochs.prose=9", "run_dir=run"]
     result = command.train(*run_words, status=2)
-    assert "data.epochs takes 5,5" in result.stderr
+    assert "data.source.epochs takes 5,5" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (command.folder / "run").exists()

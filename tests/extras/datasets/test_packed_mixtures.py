@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.tokens.shards import load_index
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.windows import first_windows, read_windows
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.tokens.shards import load_index
+from lockstep_gpt.tokens.sources.text import Text
+from lockstep_gpt.tokens.windows import first_windows, read_windows
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 B, SEED = 4, 5
@@ -36,18 +35,15 @@ def write(folder, name):
 @pytest.fixture
 def sources(tmp_path):
     """Return each source's settings."""
-    return {
-        name: {"_target_": TEXT, "path": write(tmp_path, name), "val_fraction": 0.3}
-        for name in LETTERS
-    }
+    return {name: {"path": write(tmp_path, name), "val_fraction": 0.3} for name in LETTERS}
 
 
 @pytest.fixture
 def mixed(sources, tmp_path):
     """Return the settings of a mixture."""
     weights = {"code": 0.5, "poems": 0.2, "prose": 0.3}
-    settings = {"root": str(tmp_path / "data"), "sources": sources, "weights": weights}
-    return Mixture(**settings)
+    settings = {"root": str(tmp_path / "data"), "weights": weights}
+    return Mixture(sources={name: Text(**values) for name, values in sources.items()}, **settings)
 
 
 @pytest.fixture
@@ -55,7 +51,12 @@ def alone(sources, tmp_path):
     """Return each source by itself."""
     root = str(tmp_path / "data")
     return {
-        name: Text(**{**settings, "root": root, "_target_": TEXT})
+        name: Text(
+            **{
+                **settings,
+                "root": root,
+            }
+        )
         for name, settings in sources.items()
     }
 
@@ -138,17 +139,11 @@ def test_validation_counts_each_held_out_target_of_each_source_once(world, mixed
     modules = [packed(mixed, rank, world) for rank in range(world)]
     index = load_index(modules[0].folder)
     for place, name in enumerate(modules[0].validated):
-        loaders = [module.eval_loaders("val", module.validated)[place] for module in modules]
+        loaders = [module.val_dataloader().loaders[place] for module in modules]
         pairs = zip(modules, loaders, strict=True)
         batches = torch.cat([batches_of(module, loader) for module, loader in pairs])
         counted = int((batches[:, 1] != IGNORE).sum())
         assert counted == index.splits[f"{name}/val"].tokens - 1
-
-
-def test_packing_belongs_to_the_mixture_not_to_a_source(sources):
-    sources["code"] |= {"packing": "documents"}
-    with pytest.raises(UserError, match=r"^data.sources.code.packing: Key 'packing' not in"):
-        Mixture(sources=sources, weights=dict.fromkeys(sources, 1.0))
 
 
 def words_of(command):
@@ -157,10 +152,16 @@ def words_of(command):
     for name, weight in (("code", 0.7), ("prose", 0.3)):
         path = command.folder / name
         source_path = path if path.exists() else write(command.folder, name)
-        words += [f"data.sources.{name}=text", f"data.sources.{name}.path={source_path}"]
-        words += [f"data.sources.{name}.val_fraction=0.3", f"data.weights.{name}={weight}"]
+        words += [
+            f"data.source.sources.{name}=text",
+            f"data.source.sources.{name}.path={source_path}",
+        ]
+        words += [
+            f"data.source.sources.{name}.val_fraction=0.3",
+            f"+data.source.weights.{name}={weight}",
+        ]
     sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
-    return [*words, *sizes, "documents.mask=true"]
+    return [*words, *sizes, "callbacks=[default,sources,documents]"]
 
 
 def rows(run):

@@ -6,11 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from lockstep_gpt.tokens.data_settings import data_choices
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.extras.datasets.packed_windows import PackedWindows
@@ -21,6 +16,10 @@ from lockstep_gpt.extras.datasets.whole_documents import (
     pack,
 )
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.tokens.held_out import counts_within, open_windows
+from lockstep_gpt.tokens.prepare import prepare
+from lockstep_gpt.tokens.shards import load_index, open_split
+from lockstep_gpt.tokens.sources.text import Text
 
 
 @pytest.fixture
@@ -153,8 +152,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(prepared, monkey
 
 
 def test_packing_does_not_change_the_prepared_tokens(prepared):
-    """It is no setting of a source, so one prepared folder serves every packing."""
-    assert not any("packing" in data_class.names("kept") for data_class in data_choices().values())
+    """So one prepared folder serves every packing."""
     before = {path.name: path.read_bytes() for path in prepared.iterdir()}
     pack(prepared, 16)
     assert {path.name: path.read_bytes() for path in prepared.iterdir() if path.is_file()} == {
@@ -163,17 +161,11 @@ def test_packing_does_not_change_the_prepared_tokens(prepared):
     }
 
 
-def test_the_data_module_counts_packed_windows(prepared):
-    sizes = {
-        "block_size": 16,
-        "micro_size": 2,
-        "seed": 1,
-        "packing": WholeDocuments(),
-    }
-    module = TokenDataModule(prepared, **sizes)
+def test_packed_windows_are_counted(prepared):
+    windows = open_windows(prepared, 16, WholeDocuments())
     facts = load(folder_within(prepared, 16))
-    assert module.train_windows == facts["train"].windows
-    assert module.val_windows == module.windows["val"].counts[""] == facts["val"].windows
-    assert TokenDataModule(prepared, **sizes, val_tokens=33).val_windows == 2
+    assert len(windows["train"]) == facts["train"].windows
+    assert windows["val"].counts[""] == facts["val"].windows
+    assert counts_within(windows["val"].counts, 33, 16) == {"": 2}
     stream = load_index(prepared).windows("train", 16)
     assert facts["train"].windows >= stream

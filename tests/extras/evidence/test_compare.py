@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+from functools import partial
 
 import pytest
 import yaml
@@ -116,8 +117,9 @@ def stop_a_run(folder):
 
 
 def change_the_data(folder):
-    for path in folder.glob("base/*/config.yaml"):
-        rewrite(path, lambda text: re.sub(r"fingerprint: \w+", "fingerprint: 123456789", text))
+    for path in folder.glob("base/*/decided.json"):
+        change = partial(re.sub, r'"fingerprint": "\w+"', '"fingerprint": "123456789"')
+        rewrite(path, change)
 
 
 def mix_settings(folder):
@@ -137,7 +139,7 @@ def make_equal(folder):
         (lose_a_seed, "3 common seeds are too few for any answer; train 4"),
         (repeat_a_seed, "pairs/base/1337 and pairs/base/again have seed=1337; "),
         (stop_a_run, "pairs/base/1337 has not finished; "),
-        (change_the_data, "base and lr-4e-3 have other data, 12345678 and "),
+        (change_the_data, "pairs/base/1337 and pairs/lr-4e-3/1337 have other data, 12345678 and "),
         (mix_settings, "the runs of base differ in more than the seed: optim.beta2=0.9 instead"),
         (make_equal, "base and lr-4e-3 have the same settings; "),
     ],
@@ -168,7 +170,10 @@ def test_finished_runs_that_can_not_be_compared_are_refused_in_one_line(damage, 
         (["--variant", "optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),
         ([*VARIANT, "--measure", "seconds_to=x"], "--measure seconds_to=x: 'x' is not a loss; "),
         ([*VARIANT, "--runs", "a", "b"], "--runs compares finished runs; "),
-        (["--variant", "data.val_fraction=0.1"], "base and val_fraction=0.1 have other data, "),
+        (
+            ["--variant", "data.source.val_fraction=0.1"],
+            "val_fraction=0.1 and base have other data, data.source.val_fraction=0.1 instead of ",
+        ),
     ],
 )
 def test_a_comparison_without_an_answer_is_refused_in_one_line(words, line, command, words_of):

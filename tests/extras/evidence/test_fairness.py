@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.evidence import fairness
 from lockstep_gpt.extras.evidence.fairness import Setting
 from lockstep_gpt.extras.evidence.measures import measure_of
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.tokens.prepare import DECIDED
+
+SIDES = ("old", "new")
 
 VALUES = {
     "seed": 1,
     "model": {"block_size": 64, "n_embd": 32},
-    "data": {"_target_": "", "val_tokens": 1024, "val_fraction": 0.02, "fingerprint": "a"},
-    "optim": {"algorithm": "adamw", "lr": 0.001},
+    "data": {"val_tokens": 1024, "source": {"_target_": "a", "num_proc": 1}},
+    "optim": {"_target_": "adamw", "lr": 0.001},
 }
 
 
 def setting(name, tokens=100, typed=(), **changes):
     """Return a side's setting; changes are GROUP__NAME=VALUE."""
-    values = {
-        group: dict(node) if isinstance(node, dict) else node for group, node in VALUES.items()
-    }
+    values = copy.deepcopy(VALUES)
     for place, value in changes.items():
-        group, _, key = place.partition("__")
-        values[group][key] = value
+        *groups, key = place.split("__")
+        functools.reduce(dict.__getitem__, groups, values)[key] = value
     return Setting(name, values, tokens, None if typed is None else frozenset(typed))
 
 
-MUON = {"optim__algorithm": "muon", "optim__lr": 0.03}
+MUON = {"optim___target_": "muon", "optim__lr": 0.03}
 
 
 @pytest.mark.parametrize(
@@ -65,10 +72,36 @@ def test_both_rates_given_are_fair():
 
 
 def test_losses_of_other_data_are_refused_but_not_accuracies():
-    sides = [setting("old"), setting("new", data__fingerprint="b")]
-    with pytest.raises(UserError, match="old and new have other data, a and b, so their val_loss"):
+    sides = [setting("old"), setting("new", data__source___target_="b")]
+    line = "new and old have other data, data.source._target_=b instead of a, so their val_loss"
+    with pytest.raises(UserError, match=line):
         fairness.refuse_other_data(sides, measure_of("val_loss"))
     fairness.refuse_other_data(sides, measure_of("mine/add"))
+
+
+def test_the_way_to_the_same_data_is_no_difference_of_data():
+    sides = [setting("old"), setting("new", data__source__num_proc=4, data__val_tokens=9)]
+    fairness.refuse_other_data(sides, measure_of("val_loss"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "measure", "line"),
+    [
+        ("aaab", "val_loss", "old/0 and new/1 have other data, a and b, so their val_loss"),
+        ("aabb", "mine/add", None),
+        ("aabc", "mine/add", "new/0 and new/1 have other data, b and c, so their mine/add"),
+    ],
+)
+def test_runs_with_other_tokens_than_their_settings_promise_are_refused(
+    tokens, measure, line, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    groups = [{seed: RunDirectory(Path(side, str(seed))) for seed in (0, 1)} for side in SIDES]
+    for run, fingerprint in zip([*groups[0].values(), *groups[1].values()], tokens, strict=True):
+        run.path.mkdir(parents=True)
+        run.note(DECIDED, {"source": "", "fingerprint": fingerprint})
+    with pytest.raises(UserError, match=line) if line else nullcontext():
+        fairness.refuse_other_tokens(groups, measure_of(measure))
 
 
 def test_sides_that_differ_only_in_name_are_the_same():

@@ -9,7 +9,13 @@ from lockstep_gpt.extras.evidence.flips import flip
 from lockstep_gpt.run.checkpoint import checkpoints_in, write_checkpoint
 
 FLIP = "+callbacks.flip._target_=lockstep_gpt.extras.evidence.flips.FlippedBit"
+# After the callback that flips a bit, so that it sees what the model does.
+TRACE = (
+    "+callbacks.trace._target_=lockstep_gpt.training.trace.Trace",
+    "+callbacks.trace.every=2",
+)
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+REPLAYS = ("callbacks=[default,replays]", "callbacks.replays.every=1")
 SHORT = ("max_steps=6", "val_every=6", "checkpoint.every=6", "model.dropout=0.1", "log_every=2")
 
 
@@ -25,7 +31,7 @@ def flipping(kind, rank=0):
     [("gradient", "the gradient of "), ("token", "its batch"), ("weight", "the weights of ranks")],
 )
 def test_a_flipped_bit_on_one_rank_ends_the_run_and_is_named(command, kind, what):
-    words = [*SHORT, *TWO, *flipping(kind, rank=1), "guard.verify_every=1", "run_dir=run"]
+    words = [*SHORT, *TWO, *flipping(kind, rank=1), *REPLAYS, "run_dir=run"]
     result = command.train(*words, status=1)
     line = result.stderr.splitlines()[-1]
     assert f"step 3: {'' if kind == 'weight' else 'micro-batch 1 of rank 1 '}" in line
@@ -36,8 +42,8 @@ def test_a_flipped_bit_on_one_rank_ends_the_run_and_is_named(command, kind, what
         assert "rank 1 got what 1 of 4 computations did" in line
 
 
-def test_with_a_single_rank_verify_every_repeats_its_own(command):
-    words = [*SHORT, *flipping("gradient"), "guard.verify_every=1", "run_dir=run"]
+def test_with_a_single_rank_replays_repeat_its_own(command):
+    words = [*SHORT, *flipping("gradient"), *REPLAYS, "run_dir=run"]
     result = command.train(*words, status=1)
     name = (command.folder / "note").read_text()
     assert "step 3: micro-batch 1 of rank 0 has other bits when computed again, first in " in (
@@ -58,8 +64,7 @@ def test_with_a_single_rank_verify_every_repeats_its_own(command):
     ],
 )
 def test_verify_names_the_step_and_the_place(command, kind, place):
-    words = ("guard.trace=true", "batch.micro_size=2", "run_dir=run")
-    command.train(*SHORT, *flipping(kind), *words)
+    command.train(*SHORT, *flipping(kind), *TRACE, "batch.micro_size=2", "run_dir=run")
     result = command("verify", "run", status=1)
     line = result.stdout.splitlines()[-1]
     name = (command.folder / "note").read_text()

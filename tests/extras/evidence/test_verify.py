@@ -32,7 +32,9 @@ def rewrite(run, change):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_every_kind_of_record_of_a_clean_run_is_compared(command):
-    command.train(*SHORT, "guard.trace=true", "optim=muon", "model=modern_nano", "run_dir=run")
+    command.train(
+        *SHORT, "callbacks=[default,trace]", "optim=muon", "model=modern_nano", "run_dir=run"
+    )
     result = command("verify", "run")
     assert result.stdout.splitlines() == [
         "run: steps 1 to 9, computed again on 1 CPU rank",
@@ -74,7 +76,7 @@ def test_a_killed_and_resumed_run_of_two_ranks_is_confirmed(command):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_exact_sums_make_any_number_of_devices_comparable(command):
-    exact = ("batch.exact_micro_size=2", "guard.trace=true")
+    exact = ("batch.exact_micro_size=2", "callbacks=[default,trace]")
     command.train(*SHORT, *TWO, *exact, "run_dir=run")
     result = command("verify", "run", "--devices", "1").stdout
     assert "steps 1 to 9, computed again on 1 CPU rank" in result

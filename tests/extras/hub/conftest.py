@@ -4,30 +4,21 @@ import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
+from lockstep_gpt.extras.hub.folder import export
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
+from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.extras.hub.folder import export
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
-from lockstep_gpt.settings import is_module
 
-STDLIB = StandardLibrary()._target_
+STDLIB = "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
-WITH_MODERN = pytest.mark.skipif(
-    not is_module("model", "modern"), reason="this project was made without the extra modern"
-)
 MODELS = {
     "gpt": {},
     "no bias": {"bias": False},
-    "modern": {"architecture": "modern", "bias": False},
-    "shared keys": {"architecture": "modern", "bias": False, "n_kv_head": 2},
-    "n-grams": {
-        "architecture": "modern",
-        "bias": False,
-        "ngram_rows": 64,
-        "longest_ngram": 3,
-    },
+    "modern": {"kind": ModernGPT},
+    "shared keys": {"kind": ModernGPT, "n_kv_head": 2},
+    "n-grams": {"kind": ModernGPT, "ngram_rows": 64, "longest_ngram": 3},
 }
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve 漢字 😀\t" * 20]
 
@@ -82,11 +73,11 @@ def numbers():
 def shaped():
     """Return a function that creates a model far from its initial state, so each weight counts."""
 
-    def make(vocab_size=256, seed=0, **model):
+    def make(vocab_size=256, seed=0, kind=GPT, **model):
         torch.manual_seed(seed)
-        settings = ModelConfig(**{**SHAPE, **model})
-        made = build_gpt(settings, vocab_size).eval()
-        made.settings = settings  # for a test that saves it
+        arguments = {**SHAPE, **model}
+        made = kind(vocab_size, **arguments).eval()
+        made.arguments = arguments  # for a test that saves it
         for name, weight in made.named_parameters():
             weight.data.add_(torch.randn_like(weight) * 0.1)
             if name in ("token_embedding.weight", "output.weight"):
@@ -101,21 +92,24 @@ def saved(tmp_path_factory):
     """Return a function that saves a model and tokenizer as a run does, and returns the path."""
 
     def save(model, tokenizer, **more):
-        shape = {**vars(model.settings)}
+        target = f"{type(model).__module__}.{type(model).__qualname__}"
         content = {
             "config": {
                 "max_steps": 7,
                 "seed": 1,
                 "batch": {"global_size": 8},
-                "model": shape,
-                "data": {"_target_": STDLIB, "root": "data"},
-                "optim": {"algorithm": "adamw", "lr": 0.003},
+                "module": {"_target_": "lockstep_gpt.module.GPTModule", "model": "${model}"},
+                "model": {"_target_": target, "_partial_": True, **model.arguments},
+                "data": {"source": {"_target_": STDLIB}, "root": "data"},
+                "optim": {"_target_": "lockstep_gpt.optim.adamw", "lr": 0.003},
                 "logger": {"wandb": {"project": "nobody's business"}},
             },
-            "tokenizer": tokenizer.to_dict(),
+            "Tokens": {"tokenizer": tokenizer.to_dict(), "fingerprint": "0" * 8},
             "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
             "global_step": 7,
-            "tokens": 1344,
+            "loops": {
+                "fit_loop": {"state_dict": {"combined_loader": [{"step": 7, "samples": 42}]}}
+            },
             "callbacks": {"Checkpoints": {"losses": {5: 4.0, 7: 3.21987}}},
             **more,
         }
@@ -138,13 +132,7 @@ def folder_of(saved, tmp_path_factory):
     return make
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param(name, marks=WITH_MODERN if "architecture" in model else ())
-        for name, model in MODELS.items()
-    ],
-)
+@pytest.fixture(scope="session", params=MODELS)
 def pair(request, shaped, folder_of):
     """One of our models, and the folder of its export."""
     model = shaped(**MODELS[request.param])

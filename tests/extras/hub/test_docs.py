@@ -36,7 +36,7 @@ def a_gpt2(folder, tokenizer):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_commands_run_one_after_the_other(command, capsys, monkeypatch, learnt):
-    if "data.tokenizer=gpt2" in PAGE:
+    if "tokenizer=gpt2" in PAGE:
         a_gpt2(command.folder / "gpt2", learnt(300, [PAGE]))
     (command.folder / "books").mkdir()
     (command.folder / "books/one.txt").write_text(PAGE * 30, encoding="utf-8")

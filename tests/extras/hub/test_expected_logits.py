@@ -1,6 +1,5 @@
 """An export is checked by formulas that equal transformers; an edited model is refused."""
 
-import importlib
 import json
 
 import pytest
@@ -9,18 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt import cli
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt import cli, gpt, modern
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.expected_logits import ACTIVATIONS, gpt2_logits
 from lockstep_gpt.extras.hub.folder import export
 from lockstep_gpt.extras.hub.layouts import GPT2_COMPUTES, LAYOUTS
-from lockstep_gpt import gpt
-from lockstep_gpt.settings import is_module
-
-WITH_MODERN = pytest.mark.skipif(
-    not is_module("model", "modern"), reason="this project was made without the extra modern"
-)
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 
 def logits_of(folder, tokens):
@@ -39,7 +32,7 @@ def test_the_formula_of_an_export_is_that_of_transformers(pair):
     model, folder = pair
     tokens = torch.randint(256, (24,))
     config = json.loads((folder / "config.json").read_text())
-    formula = LAYOUTS[model.settings.architecture].check.formula
+    formula = LAYOUTS[type(model).__name__].check.formula
     found = formula(tokens, config, load_file(folder / "model.safetensors"))
     torch.testing.assert_close(found, logits_of(folder, tokens), rtol=1e-5, atol=1e-5)
 
@@ -74,20 +67,19 @@ def gelu(layers, x):
 
 
 EDITS = {
-    "gpt": ({}, squared_relu, "GPT-2"),
-    "modern": ({"bias": False}, gelu, "modeling_modern.py"),
+    "gpt": (gpt.GPT, gpt.MLP, squared_relu, "GPT-2"),
+    "modern": (modern.ModernGPT, modern.MLP, gelu, "modeling_modern.py"),
 }
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("modern", marks=WITH_MODERN)])
+@pytest.mark.parametrize("name", EDITS)
 def test_an_edited_model_is_refused_and_leaves_nothing(
     shaped, saved, tmp_path, capsys, monkeypatch, name
 ):
-    settings, edit, written = EDITS[name]
-    source = saved(shaped(architecture=name, **settings), ByteTokenizer())
+    kind, part, edit, written = EDITS[name]
+    source = saved(shaped(kind=kind), ByteTokenizer())
     target = tmp_path / "new/folder"
-    module = importlib.import_module(f"lockstep_gpt.model.{name}")
-    monkeypatch.setattr(module.MLP, "forward", edit)
+    monkeypatch.setattr(part, "forward", edit)
     assert cli.main(["export", str(source), "--to", str(target)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{source} cannot be exported: the export's logits differ from the model's by" in line

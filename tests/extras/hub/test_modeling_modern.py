@@ -4,17 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.settings import is_module
-
-pytestmark = pytest.mark.skipif(
-    not is_module("model", "modern"), reason="this project was made without the extra modern"
-)
 
 
 @pytest.fixture(scope="module")
 def theirs(shaped, folder_of):
-    folder = folder_of(shaped(architecture="modern", bias=False), ByteTokenizer())
+    folder = folder_of(shaped(kind=ModernGPT), ByteTokenizer())
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
 

@@ -1,17 +1,18 @@
-"""`model.init_from`: the weights of a transformers folder, or a one-line reason why not."""
+"""`init_from`: the weights of a transformers folder, or a one-line reason why not."""
 
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.initial_weights import load_initial_weights
 
 SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke
 
@@ -30,6 +31,12 @@ def gpt2(folder, tokenizer=None, size="5GB", **settings):
     return theirs
 
 
+def load(folder, model, tokenizer):
+    """Load the weights of a folder into a model."""
+    data = SimpleNamespace(tokenizer=tokenizer)
+    load_initial_weights(folder, SimpleNamespace(model=model), data)
+
+
 @pytest.fixture
 def begun(shaped):
     """Return a function that creates a model with the weights of a folder."""
@@ -39,9 +46,8 @@ def begun(shaped):
             tokenizer.vocab_size if tokenizer else 256,
             seed=2,
             **{**SMOKE, "block_size": 40, **model},
-            init_from=str(folder),
         )
-        load_initial_weights(made.settings, made, tokenizer or ByteTokenizer())
+        load(folder, made, tokenizer or ByteTokenizer())
         return made
 
     return build
@@ -92,9 +98,8 @@ def test_a_shorter_context_uses_the_first_positions(begun, tmp_path):
 
 def test_an_export_is_loaded_bit_for_bit(pair, shaped):
     model, folder = pair
-    settings = {**vars(model.settings), "init_from": str(folder)}
-    again = shaped(seed=3, **settings)
-    load_initial_weights(again.settings, again, ByteTokenizer())
+    again = shaped(seed=3, kind=type(model), **model.arguments)
+    load(folder, again, ByteTokenizer())
     tokens = torch.randint(256, (2, 32))
     assert torch.equal(again(tokens), model(tokens))
     before, after = model.state_dict(), again.state_dict()
@@ -117,7 +122,7 @@ CASES = {
 def test_another_shape_is_rejected_by_its_setting(begun, tmp_path, case):
     gpt2(tmp_path)
     model, line = CASES[case]
-    with pytest.raises(UserError, match=f"^model.init_from={re.escape(str(tmp_path))} {line}$"):
+    with pytest.raises(UserError, match=f"^init_from={re.escape(str(tmp_path))} {line}$"):
         begun(tmp_path, **model)
 
 
@@ -155,9 +160,9 @@ def claims(folder, **settings):
 BROKEN = {
     "another model": (
         lambda folder: edited(folder, model_type="llama"),
-        "is for llama, but model.architecture=gpt needs gpt2; give a gpt2 folder",
+        "is for llama, but GPT needs gpt2; give a gpt2 folder",
     ),
-    "no folder": (shutil.rmtree, r"config.json cannot be read \(No such file or directory\); give"),
+    "no folder": (shutil.rmtree, r"config.json cannot be read \(No such file or directory\); name"),
     "no settings": (
         lambda folder: (folder / "config.json").write_text("{"),
         "config.json cannot be read",
@@ -185,7 +190,7 @@ BROKEN = {
     ),
     "another vocabulary": (
         lambda folder: edited(folder, vocab_size=257),
-        "has a vocabulary of 257, but the data's tokenizer has 256; set data.tokenizer=",
+        "has a vocabulary of 257, but the data's tokenizer has 256; set tokenizer=",
     ),
 }
 
@@ -214,7 +219,7 @@ def test_a_name_of_the_hub_is_answered_with_how_to_download_it(
     with pytest.raises(UserError) as refusal:
         begun(name)
     assert str(refusal.value) == (
-        f"model.init_from={name} does not exist; name a folder, or download a model of the hub: "
+        f"init_from={name} does not exist; name a folder, or download a model of the hub: "
         + command.format('"*.json" "*.safetensors"')
     )
 
@@ -227,7 +232,7 @@ def test_a_tokenizer_with_other_tokens_is_rejected(begun, tmp_path, bpe):
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     other = from_dict({**values, "json": json.dumps(words)})
     with pytest.raises(
-        UserError, match=r"tokenizes text differently than the data; set data.tokenizer="
+        UserError, match=r"tokenizes text differently than the data; set tokenizer="
     ):
         begun(tmp_path, other)
     begun(tmp_path, bpe)  # the remedy
@@ -242,17 +247,16 @@ def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
     (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     begun(tmp_path, bpe)
     (tmp_path / "merges.txt").write_text("no pair\n" * 3)
-    with pytest.raises(UserError, match=r"model\.init_from=.* has a damaged tokenizer \("):
+    with pytest.raises(UserError, match=r"init_from=.* has a damaged tokenizer \("):
         begun(tmp_path, bpe)
 
 
 def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers):
     folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
-    model = shaped(vocab_size=bpe.vocab_size, init_from=str(folder))
-    load_initial_weights(model.settings, model, bpe)
-    model = shaped(vocab_size=256, init_from=str(folder_of(shaped(), ByteTokenizer())))
-    load_initial_weights(model.settings, model, ByteTokenizer())
-    load_initial_weights(model.settings, model, numbers(256))  # the meaning of numbers is unknown
+    load(folder, shaped(vocab_size=bpe.vocab_size), bpe)
+    folder = folder_of(shaped(), ByteTokenizer())
+    load(folder, shaped(), ByteTokenizer())
+    load(folder, shaped(), numbers(256))  # the meaning of numbers is unknown
 
 
 def weights_of(command, run, step):
@@ -262,8 +266,8 @@ def weights_of(command, run, step):
 
 def test_a_run_begins_with_the_weights_and_a_resumed_one_does_not_repeat_it(command, tmp_path):
     theirs = gpt2(tmp_path / "theirs")
-    still = ["optim.lr=1e-12", "optim.weight_decay=0", "optim.warmup_steps=0"]
-    words = [f"model.init_from={tmp_path / 'theirs'}", *still, "run_dir=runs/tuned"]
+    still = ["optim.lr=1e-12", "optim.weight_decay=0", "schedule.warmup=0"]
+    words = [f"init_from={tmp_path / 'theirs'}", *still, "run_dir=runs/tuned"]
     out = command.train(*words, "max_steps=2").stdout
     assert f"weights of {tmp_path / 'theirs'}, 32 of 40 positions" in out
     first = weights_of(command, "runs/tuned", 2)
@@ -285,7 +289,7 @@ def test_two_ranks_start_like_one(check_two_ranks_start_like_one, tmp_path):
 
 def test_unsuitable_weights_fail_in_one_line_and_leave_no_run(command, tmp_path):
     gpt2(tmp_path / "theirs", n_layer=1)
-    words = [f"model.init_from={tmp_path / 'theirs'}", "run_dir=runs/tuned"]
+    words = [f"init_from={tmp_path / 'theirs'}", "run_dir=runs/tuned"]
     done = command.train(*words, status=2)
     assert "has n_layer=1, but model.n_layer=2; set model.n_layer=1" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -21,7 +21,7 @@ def test_a_finished_run_shows_how_it_ended(recorded):
     assert content.summary == json.loads((recorded[0] / "summary.json").read_text())
     (receipt,) = content.receipts
     assert receipt["devices"].startswith("2 x cpu")
-    assert receipt["schedule"].startswith("5 steps")
+    assert receipt["schedule"].startswith("20 steps: 5 of warmup")
 
 
 def test_the_sample_is_the_one_on_the_screen(recorded):

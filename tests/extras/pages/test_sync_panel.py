@@ -12,16 +12,15 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.recordings import read_recordings
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.module import count_targets
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.training.building import counted_targets
 from lockstep_gpt.training.clipping import ClipAndSkip
 from lockstep_gpt.training.counted_targets import CountTargets
 
@@ -123,7 +122,7 @@ def test_a_resumed_run_repeats_recordings_and_noise_scale_to_the_bit(recorded, c
 
 def test_one_rank_s_micro_batches_stand_for_ranks_and_its_weights_stay(fitted, tmp_path):
     plain = fitted().state_dict()
-    panel = SyncPanel(every=2, samples=3, sample_tokens=5, tokenizer=ByteTokenizer())
+    panel = SyncPanel(every=2, samples=3, sample_tokens=5)
     watched = fitted(panel).state_dict()
     assert same(plain, watched)
     recordings = read_recordings(tmp_path)
@@ -156,9 +155,9 @@ def test_files_of_a_long_run_are_few_and_the_last_step_may_be_one():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every": 0}, "callbacks.sync_panel.every=0 must be at least 1"),
-        ({"values": 0}, "callbacks.sync_panel.values=0 must be at least 1"),
-        ({"smoothing": 1.0}, "callbacks.sync_panel.smoothing=1.0 must be from 0 to below 1"),
+        ({"every": 0}, "every=0 must be at least 1"),
+        ({"values": 0}, "values=0 must be at least 1"),
+        ({"smoothing": 1.0}, "smoothing=1.0 must be below 1"),
     ],
 )
 def test_a_wrong_setting_is_rejected_by_its_name(settings, message):
@@ -217,7 +216,7 @@ def operations(command, *words):
     folder.mkdir()
     counter = ["+callbacks.counter._target_=counter.Counter", f"+callbacks.counter.folder={folder}"]
     run = [f"run_dir={folder}/run", "max_steps=5", "log_every=100", "val_every=5"]
-    run += ["optim.warmup_steps=1", "checkpoint.memory=false"]
+    run += ["schedule.warmup=1", "memory=false"]
     command.train(*ON_TWO, *words, *counter, *run, PYTHONPATH=str(command.folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -230,10 +229,8 @@ def test_unrecorded_steps_do_no_extra_work_on_any_rank(command):
     assert any("allreduce" in name for name in counts[0])
 
 
-class SomeTargets(TokenDataModule):
+class SomeTargets(Tokens):
     """Batches of which some targets are `IGNORE`, and in some micro-batches all of them."""
-
-    may_ignore = True
 
     def on_after_batch_transfer(self, batch, *arguments):
         tokens, targets = super().on_after_batch_transfer(batch, *arguments)
@@ -280,7 +277,7 @@ def expected_noise(model, parts):
 def record_some_targets(new_run, folder, world_size=1, **place):
     """Record each step of a run whose micro-batches have unequal numbers of targets."""
     size = {"micro_size": 3, "global_size": 12 // world_size, "reference_size": 12 // world_size}
-    run = new_run(batch=size, max_steps=4, val_every=100, optim={"clip_norm": 0.05})
+    run = new_run(batch=size, max_steps=4, val_every=100, clip_norm=0.05)
     run.data.__class__ = SomeTargets
     batches, panel = Batches(), SyncPanel(every=1, smoothing=0.0, files=9, values=7)
     file = MetricsFile(folder / "metrics.csv", [])
@@ -296,7 +293,7 @@ def record_some_targets(new_run, folder, world_size=1, **place):
             if clip.norm is not None:  # after the first step
                 logged[trainer.global_step] = float(clip.norm)
 
-    counts = CountTargets(counted_targets, typical=24)
+    counts = CountTargets(count_targets, typical=24)
     run.fit(counts, panel, batches, Norms(), logger=file, **place)
     return batches.steps, panel.noise, logged
 

@@ -140,7 +140,7 @@ def foreign_run(*callbacks, **settings):
 def test_a_replica_of_any_module_is_compared(on_ranks):
     def fit(_rank):
         os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-        ddp = strategies.ddp(process_group_backend="gloo", timeout_seconds=60, comm_hook="none")
+        ddp = strategies.ddp(process_group_backend="gloo", timeout_seconds=60)
         guards = Guards(replicas_every=2, stall_after=None)
         try:
             foreign_run(Flip(3), guards, strategy=ddp, devices=2)

@@ -4,14 +4,15 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run.callbacks.memory import StateInMemory
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.memory import StateInMemory, bytes_of_state
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import identity_of, states_in
 from lockstep_gpt.run.memory.states import read_state
 from lockstep_gpt.run.memory.writer import MemoryWriter
+from lockstep_gpt.run.run import Run
 
 
 @pytest.fixture
@@ -25,20 +26,18 @@ def directory(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def kept(new_run, directory):
-    """Return a function that makes a run, and what keeps its state."""
+def kept(directory):
+    """Return a function that makes what keeps the state of a run on some ranks."""
 
-    def make(memory, ranks=None, **settings):
-        run = new_run(checkpoint={"memory": memory, "every": 3}, **settings)
-        writer = MemoryWriter(identity_of(directory))
-        checkpoints = run.checkpoints(directory.checkpoints)
-        hashes = WeightHashes()
-        hashes.weights = dict.fromkeys(range(9), "known")
-        lost = run.config.loses_error
-        state = StateInMemory(checkpoints, hashes, writer, every=memory, loses_error=lost)
-        state.ranks = ranks or Ranks()
-        state.prepare(SingleDeviceStrategy(), 1 << 16, None)
-        return run, checkpoints, state
+    def make(memory, ranks=None, loses_error=False):
+        run = Run(directory.path, {}, ranks=ranks or Ranks())
+        run.hashes.weights = dict.fromkeys(range(9), "known")
+        state = StateInMemory(run, every=memory)
+        state.writer = MemoryWriter(identity_of(directory)) if memory else None
+        strategy = SingleDeviceStrategy()
+        strategy.loses_error = loses_error
+        state.prepare(strategy, 1 << 16)
+        return state
 
     return make
 
@@ -48,8 +47,8 @@ TWO = Ranks(0, 0, 2, 2)
 
 @pytest.mark.parametrize(("memory", "ranks"), [("auto", Ranks()), (False, TWO)])
 def test_nobody_hears_of_memory_that_nobody_asked_for(kept, memory, ranks):
-    _, _, state = kept(memory, ranks)
-    assert state.receipt_lines() == {}
+    state = kept(memory, ranks)
+    assert state.line is None
     assert not state.turns.is_on
 
 
@@ -57,22 +56,30 @@ def test_nobody_hears_of_memory_that_nobody_asked_for(kept, memory, ranks):
 def test_a_system_without_shared_memory_says_so_only_if_asked(kept, directory, memory, lines):
     files.SHARED_MEMORY.rmdir()
     assert directory.token()
-    _, _, state = kept(memory, TWO)
-    assert len(state.receipt_lines()) == lines
+    state = kept(memory, TWO)
+    assert bool(state.line) == lines
     assert not state.turns.is_on
 
 
 def test_powersgd_has_no_state_in_memory(kept):
-    _, _, state = kept("auto", TWO, strategy={"comm_hook": "powersgd"})
-    assert state.receipt_lines() == {"memory": "off: no state has powersgd's accumulated error"}
+    line = kept("auto", TWO, loses_error=True).line
+    assert line == "off: no state has powersgd's accumulated error"
 
 
-def test_the_state_of_a_step_knows_the_checkpoint_of_that_step(kept, directory):
+def test_the_state_of_a_step_knows_the_checkpoint_of_that_step(new_run, directory, caplog):
     """After a restart, it is among the best, as without a restart."""
-    run, checkpoints, state = kept(3, val_every=3, max_steps=7)
-    run.fit(GracefulStop(checkpoints, state.turns), checkpoints, state)
+    ours = Run(directory.path, {})
+    checkpoints = Checkpoints(ours, every=3)
+    state = StateInMemory(ours, every=3)
+    (disk,) = ours.plugins
+    run = new_run(val_every=3, max_steps=7)
+    with caplog.at_level("INFO"):
+        run.fit(GracefulStop(), checkpoints, state, io=disk)
     newest, older = states_in(identity_of(directory))
     assert (newest.step, older.step) == (6, 3)
     losses = read_state(older)["callbacks"][checkpoints.state_key]["losses"]
     assert [*losses] == [3]
-    assert run.config.checkpoint.memory == 3
+    size = bytes_of_state(run.module)
+    line = f"  memory  the newest state, every 3 steps; 2 x {size / 1e6:,.1f} MB of each machine's"
+    assert caplog.text.count(line) == 1
+    assert older.size == pytest.approx(size, rel=0.5)

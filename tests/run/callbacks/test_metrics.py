@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from resource import RUSAGE_SELF, getrusage
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +16,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from lockstep_gpt import processes
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
-from lockstep_gpt.run.callbacks.metrics import Metrics, peak_here, peak_memory
+from lockstep_gpt.run.callbacks.metrics import Metrics, peak_memory
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.loggers.step_rows import StepRows
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import COLUMNS
-from lockstep_gpt.training.building import build_metrics
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 
@@ -47,7 +45,7 @@ def measured(run, path, *callbacks):
     """Fit `run`; return its rows as numbers and what really happened."""
     recorder, file = Recorder(), MetricsFile(path, FEW)
     file.truncate_after(0)
-    metrics = Metrics(run.config.log_every, run.tokens_per_step)
+    metrics = run.metrics(run.config.log_every)
     run.fit(metrics, recorder, *callbacks, logger=file)
     with path.open() as lines:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
@@ -142,12 +140,34 @@ def test_typical_and_slow_steps_are_around_the_mean(rows):
 
 def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tmp_path):
     run = new_run(max_steps=2, log_every=1)
-    metrics = Metrics(1, 32, flops_per_token=3e6, peak_tflops=2.0)
+    metrics = run.metrics(1, flops_per_token=3e6, peak_tflops=2.0)
     rows = MetricsFile(tmp_path / "metrics.csv", COLUMNS)
     rows.truncate_after(0)
     run.fit(metrics, logger=rows)
     speed = metrics.row["throughput/tokens_per_second"]
     assert metrics.row["throughput/mfu"] == pytest.approx(speed * 3e6 / 2e12)
+
+
+def test_the_module_and_the_data_module_say_what_a_step_computes(new_run):
+    """`flops_per_token` and `tokens_per_sample` are optional attributes of any module."""
+    run = new_run(max_steps=2)
+    metrics = run.metrics(2, peak_tflops=2.0)
+    run.fit(metrics)
+    assert metrics.tokens_per_step == run.batch.global_size * run.data.tokens_per_sample
+    speed = metrics.row["throughput/tokens_per_second"]
+    expected = speed * run.module.model.flops_per_token / 2e12
+    assert metrics.row["throughput/mfu"] == pytest.approx(expected)
+    assert metrics.in_summary(2)["tokens"] == 2 * metrics.tokens_per_step
+
+
+class OnDevices:
+    """Stands for a Trainer on four devices that this machine lacks."""
+
+    world_size = 4
+
+    def __init__(self, device, precision="32-true"):
+        self.strategy = SimpleNamespace(root_device=torch.device(device))
+        self.precision = precision
 
 
 @pytest.mark.parametrize(
@@ -156,43 +176,46 @@ def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tm
         ("NVIDIA H100 80GB HBM3", {"precision": "bf16-mixed"}, 4 * 989.5),
         ("NVIDIA H100 80GB HBM3", {"precision": "32-true"}, 4 * 494.5),
         ("NVIDIA A100-SXM4-80GB", {"precision": "bf16-mixed"}, 4 * 312.0),
+        ("NVIDIA A100-SXM4-80GB", {"precision": "bf16-true"}, None),  # not in our table
         ("NVIDIA A100-SXM4-80GB", {"peak_tflops": 100.0}, 4 * 100.0),
         ("A GPU of tomorrow", {"precision": "bf16-mixed"}, None),
         ("A GPU of tomorrow", {"peak_tflops": 100.0}, 4 * 100.0),
     ],
 )
 def test_the_peak_is_that_of_all_gpus_by_their_name_or_as_it_is_set(
-    new_run, monkeypatch, device, settings, peak
+    monkeypatch, device, settings, peak
 ):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    run = new_run()
-    config = Config(max_steps=1, trainer={"accelerator": "cuda"}, **settings)
-    batch = Batch(micro_size=1).spread_over(devices=4)
-    assert build_metrics(config, batch, 8, run.module.model).peak_tflops == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: device)
+    metrics = Metrics(flops_per_token=1.0, peak_tflops=settings.pop("peak_tflops", None))
+    metrics.setup(OnDevices("cuda:0", **settings), None, "fit")
+    assert metrics.full_tflops == peak
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "mps"])
-def test_other_devices_have_a_peak_only_if_it_is_set(new_run, monkeypatch, accelerator):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: pytest.fail("there is no GPU"))
-    run = new_run()
-    config = Config(max_steps=1, trainer={"accelerator": accelerator})
-    batch = Batch(micro_size=1).spread_over(devices=2)
-    assert build_metrics(config, batch, 8, run.module.model).peak_tflops is None
-    config.peak_tflops = 3.0
-    assert build_metrics(config, batch, 8, run.module.model).peak_tflops == 6.0
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_other_devices_have_a_peak_only_if_it_is_set(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: pytest.fail("there is no GPU"))
+    for peak, full in ((None, None), (3.0, 12.0)):
+        metrics = Metrics(flops_per_token=1.0, peak_tflops=peak)
+        metrics.setup(OnDevices(device), None, "fit")
+        assert metrics.full_tflops == full
 
 
-@pytest.mark.parametrize(("device", "peak"), [("NVIDIA L4", 60e12), ("A GPU of tomorrow", None)])
-def test_utilisation_uses_the_peak_of_the_gpu_that_cuda_names(new_run, monkeypatch, device, peak):
-    run = new_run(max_steps=4, log_every=4)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    flops = run.module.model.flops_per_token
-    peak_of_one = peak_here("cuda", "32-true")
-    metrics = Metrics(4, run.tokens_per_step, flops, peak_of_one)
+def test_the_first_step_of_a_compiled_module_is_told(new_run, monkeypatch, caplog):
+    run = new_run(max_steps=2)
+    for told in (False, True):
+        monkeypatch.setattr(metrics_module, "is_compiled", lambda _module, told=told: told)
+        with caplog.at_level("INFO"):
+            run.fit(run.metrics(2))
+        assert ("compiled: the first step took" in caplog.text) == told
+
+
+def test_the_summary_has_the_rate_the_batch_and_the_ranks(new_run):
+    run = new_run(max_steps=2)
+    metrics = run.metrics(2)
     run.fit(metrics)
-    speed = metrics.row["throughput/tokens_per_second"]
-    expected = None if peak is None else pytest.approx(speed * flops / peak)
-    assert metrics.row.get("throughput/mfu") == expected
+    summary = metrics.in_summary(2)
+    assert (summary["world_size"], summary["global_batch_size"]) == (1, run.batch.global_size)
+    assert summary["lr"] == metrics.row["optim/lr"] > 0
 
 
 class Logs(Callback):
@@ -236,7 +259,7 @@ class OurRows(StepRows, Rows):
 def test_logged_values_are_in_our_rows_of_their_steps_and_others_count_from_zero(new_run):
     ours, others, alone = OurRows(), Rows(), Rows()
     new_run(max_steps=4).fit(Logs(), logger=alone, log_every_n_steps=2)
-    metrics = Metrics(2, 1)
+    metrics = Metrics(every=2)
     new_run(max_steps=4).fit(metrics, Logs(), logger=[ours, others], log_every_n_steps=2)
     assert ours.of("mine/step") == [(2, 2.0), (4, 4.0)]
     assert others.of("mine/step") == alone.of("mine/step") == [(1, 2.0), (3, 4.0)]
@@ -261,7 +284,7 @@ def test_after_a_resume_logged_values_have_their_own_step(new_run, tmp_path, sta
     def rows(max_steps, val_every, **resumed):
         settings = {"checkpoint": {"every": 1}, "val_every": val_every}
         run, ours, others = new_run(max_steps=max_steps, **settings), OurRows(), Rows()
-        callbacks = (Metrics(1, 1), Logs(), LogsValidations(), run.checkpoints(tmp_path))
+        callbacks = (Metrics(every=1), Logs(), LogsValidations(), run.checkpoints(tmp_path))
         run.fit(*callbacks, logger=[ours, others], log_every_n_steps=2, **resumed)
         return ours.of("mine/step"), others.of("mine/step")
 
@@ -277,7 +300,7 @@ def test_after_a_resume_logged_values_have_their_own_step(new_run, tmp_path, sta
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_rows_of_validation_batches_and_of_lightning_s_monitors_are_of_their_steps(new_run):
     ours = OurRows()
-    callbacks = (Metrics(2, 1), LearningRateMonitor(), LogsValidations())
+    callbacks = (Metrics(every=2), LearningRateMonitor(), LogsValidations())
     run = new_run(max_steps=6, val_every=2)
     trainer = run.fit(*callbacks, logger=ours, log_every_n_steps=2)
     steps = [step for step, _ in ours.rows]
@@ -292,7 +315,7 @@ def test_rows_of_validation_batches_and_of_lightning_s_monitors_are_of_their_ste
 
 def test_a_trainer_that_logs_nothing_by_itself_still_gets_our_rows(new_run):
     ours = OurRows()
-    new_run(max_steps=4).fit(Metrics(2, 1), Logs(), logger=ours, log_every_n_steps=0)
+    new_run(max_steps=4).fit(Metrics(every=2), Logs(), logger=ours, log_every_n_steps=0)
     assert [step for step, _ in ours.of("optim/lr")] == [2, 4]
     assert not ours.of("mine/step")
 
@@ -308,7 +331,7 @@ class Connectors(Callback):
 def test_lightning_s_own_parts_stay_and_rows_are_numbered_only_in_training(new_run, fails):
     logs, ours, connectors = Logs(fails=fails), OurRows(), Connectors()
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-        new_run(max_steps=6).fit(Metrics(2, 1), connectors, logs, logger=ours)
+        new_run(max_steps=6).fit(Metrics(every=2), connectors, logs, logger=ours)
     assert connectors.kind is _LoggerConnector
     ours.log_metrics({"later": 1.0}, 77)
     assert ours.of("later") == [(77, 1.0)]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.progress import Progress
 
 LINE = (
@@ -19,7 +18,7 @@ VALIDATION = r"step (\d)/7  val_loss \d\.\d{4}"
 
 
 def fit(run, progress):
-    run.fit(Metrics(run.config.log_every, run.tokens_per_step), progress)
+    run.fit(run.metrics(run.config.log_every), progress)
 
 
 @pytest.fixture

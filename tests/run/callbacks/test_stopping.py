@@ -145,7 +145,7 @@ class Spoil(Callback):
 def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, tmp_path):
     run, spoil = new_run(max_steps=9, val_every=9, log_every=4), Spoil(2)
     with pytest.raises(RunError, match=r"^step 2: the gradient is not finite, and guard.max_skip"):
-        run.fit(spoil, Metrics(4, 1), run.checkpoints(tmp_path))
+        run.fit(spoil, Metrics(every=4), run.checkpoints(tmp_path))
     assert torch.equal(run.module.model.final_norm.weight, spoil.weights[2])
     assert not checkpoints_in(tmp_path)
 
@@ -153,7 +153,7 @@ def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, t
 def test_exactly_the_allowed_updates_are_skipped(new_run):
     settings = {"max_steps": 9, "val_every": 9, "log_every": 4}
     allowed = new_run(**settings, max_skipped=2)
-    spoil, metrics = Spoil(2, 5), Metrics(4, 1)
+    spoil, metrics = Spoil(2, 5), Metrics(every=4)
     allowed.fit(spoil, metrics)
     assert metrics.row["optim/skipped"] == 2
     assert [torch.equal(spoil.weights[n], spoil.weights[n + 1]) for n in range(1, 9)] == [
@@ -161,16 +161,16 @@ def test_exactly_the_allowed_updates_are_skipped(new_run):
     ]
     again = new_run(**settings, max_skipped=2)
     with pytest.raises(RunError, match=r"^step 6: "):
-        again.fit(Spoil(2, 5, 6), Metrics(4, 1))
+        again.fit(Spoil(2, 5, 6), Metrics(every=4))
 
 
 def test_skipped_updates_count_over_a_resume(new_run, tmp_path):
     settings = {"val_every": 9, "log_every": 1, "guard": {"max_skipped": 1}}
     first, rest = new_run(max_steps=3, **settings), new_run(max_steps=6, **settings)
-    first.fit(Spoil(2), Metrics(1, 1), first.checkpoints(tmp_path))
+    first.fit(Spoil(2), Metrics(every=1), first.checkpoints(tmp_path))
     newest = newest_valid(tmp_path)
     with pytest.raises(RunError, match=r"^step 5: "):
-        rest.fit(Spoil(5), Metrics(1, 1), rest.checkpoints(tmp_path), ckpt_path=newest)
+        rest.fit(Spoil(5), Metrics(every=1), rest.checkpoints(tmp_path), ckpt_path=newest)
 
 
 class SpoilScaled(Callback):
@@ -195,7 +195,7 @@ HALF = {"precision": "16-mixed", "val_every": 99, "log_every": 4}
 
 
 def test_a_falling_loss_scale_does_not_end_the_run(new_run):
-    run, metrics = new_run(**HALF, max_steps=20), Metrics(4, 1)
+    run, metrics = new_run(**HALF, max_steps=20), Metrics(every=4)
     spoil = SpoilScaled(lambda step, scale: step > 1 and scale > 1024)
     run.fit(spoil, metrics)
     assert spoil.scales[20] <= 1024 < spoil.scales[1]
@@ -207,7 +207,7 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
     run, spoil = new_run(**HALF, max_steps=60), SpoilScaled(lambda step, _: step > 8)
     first = r"^step (\d+): the gradient is not finite, and guard.max_skipped=0; the weights are"
     with pytest.raises(RunError, match=first) as raised:
-        run.fit(spoil, Metrics(4, 1), run.checkpoints(tmp_path))
+        run.fit(spoil, Metrics(every=4), run.checkpoints(tmp_path))
     step = int(re.match(first, str(raised.value))[1])
     assert (spoil.scales[step - 1], spoil.scales[step]) == (2, 1)
     assert torch.equal(run.module.model.final_norm.weight, spoil.weights[9])
@@ -218,7 +218,7 @@ def test_with_a_loss_scale_weights_stay_after_too_many_skips(new_run):
     run = new_run(**{**HALF, "log_every": 40}, max_steps=60, max_skipped=1)
     spoil = SpoilScaled(lambda step, scale: step in (30, 33) or (step > 1 and scale > 1))
     with pytest.raises(RunError, match=r"^step 33: "):
-        run.fit(spoil, Metrics(40, 1))
+        run.fit(spoil, Metrics(every=40))
     assert not torch.equal(spoil.weights[32], spoil.weights[33])
     assert torch.equal(run.module.model.final_norm.weight, spoil.weights[33])
 
@@ -250,7 +250,7 @@ def test_no_step_but_a_logged_one_waits_for_the_device(new_run, monkeypatch):
     monkeypatch.setattr(clipping, "is_asynchronous", lambda _device: True)  # as a GPU
     with Reads() as reads:
         per_step = ReadsPerStep(reads)
-        run.fit(per_step, Metrics(4, 1))
+        run.fit(per_step, Metrics(every=4))
     counts = [after - before for before, after in itertools.pairwise(per_step.after)]
     assert [step for step, count in enumerate(counts, 1) if count] == [4, 8]
 

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning import Callback
+from lightning import LightningModule, Trainer
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
-from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.extras.datasets.past import (
-    RULE,
-    TURNS,
-    keep_past,
-    order_of,
-    samples_of,
-)
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.means import Entry, Mean, exact_mean, replace_mean
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.recipe import folder_of
-from lockstep_gpt.training.receipt import times
+from lockstep_gpt.settings import check_whole
+from lockstep_gpt.tokens.held_out import eval_loaders
+from lockstep_gpt.tokens.shards import load_index
 
 logger = logging.getLogger(__name__)
 EPOCHS = 4  # up to which repeated tokens are nearly as good as new ones (Muennighoff et al. 2023)
@@ -57,8 +45,8 @@ class LossBySource(Mean):
             first = last
             if not any(weight for _, weight in entries):
                 raise UserError(
-                    f"data.sources.{name}: no target of its validation windows counts, so it has "
-                    "no loss; raise data.val_tokens, or its val_fraction"
+                    f"data.source.sources.{name}: no target of its validation windows counts, so "
+                    "it has no loss; raise val_tokens, or its val_fraction"
                 )
             losses[name] = exact_mean(entries)
         mean = sum(share * losses[name] for name, share in self.shares.items() if share)
@@ -66,116 +54,114 @@ class LossBySource(Mean):
         return {**row, **{f"{self.name}/{name}": loss for name, loss in losses.items()}}
 
 
-class Sources(StepCallback):
-    """Logs each source's validation loss and tokens; checks that a resumed run keeps its past."""
+class BySource(StepCallback):
+    """Logs each source's validation loss and tokens; `val/loss` is their mean by share.
 
-    def __init__(self, config: Config, directory: RunDirectory) -> None:
-        self.config: Any = config  # its data are a mixture
-        self.directory = directory
-        self.every = config.log_every
+    Args:
+        every: steps between rows of the tokens so far.
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    Raises:
+        UserError: when training begins, if the data are no mixture.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        check_whole("every", every, at_least=1)
+        self.every = every
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the module's validation loss."""
-        data: TokenDataModule = trainer.datamodule
-        order = self._order(trainer)
-        shares = dict(zip(order.sizes, map(float, order.phases[-1].shares), strict=True))
-        by_source = LossBySource(shares, [*map(len, data.eval_loaders("val", data.validated))])
-        replace_mean(pl_module, by_source)
+        super().setup(trainer, pl_module, stage)
+        data = _data_of(trainer)
+        windows = data.windows["val"]
+        loaders = eval_loaders(windows, data.validated, data.batch, trainer).loaders
+        shares = shares_of(data.order)
+        replace_mean(pl_module, LossBySource(shares, [*map(len, loaders)]))
 
-    def receipt_lines(self) -> dict[str, str]:
-        """Return the share, epochs, and state of each source."""
-        folder = folder_of(self.config.data)
-        order = order_of(self.config, folder)
-        epochs = order.epochs(samples_of(self.config))
-        states = shards.load_index(folder).settings["sources"]
-        first, *later = order.phases
-        shares = [
-            f"{name} {float(share):.4g} = {times(epochs[name])} epochs of {states[name]}"
-            for name, share in zip(order.sizes, first.shares, strict=True)
-        ]
-        lines = {"mixture": ", ".join(shares)}
-        changes = []
-        for phase in later:
-            pairs = zip(order.sizes, phase.shares, strict=True)
-            known = ", ".join(f"{name} {float(share):.4g}" for name, share in pairs)
-            changes.append(f"from sample {phase.start:,}: {known}")
-        if changes:
-            lines["later"] = "; ".join(changes)
-        return lines
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Warn of sources that are repeated often, and of those that are hardly used."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Complete the receipt, and warn of sources that are repeated often or hardly used."""
+        super().on_train_start(trainer, pl_module)
         if not trainer.is_global_zero:
             return
-        order = order_of(self.config, folder_of(self.config.data))
-        samples = samples_of(self.config)
+        data = _data_of(trainer)
+        order = data.order
+        samples = data.planned_samples
+        for label, line in lines_of(order, samples, load_index(data.folder).settings["sources"]):
+            logger.info("  %s  %s", label, line)
         counts = order.counts(samples)
         for name, epochs in order.epochs(samples).items():
             if epochs > EPOCHS:
                 logger.warning(
-                    "the run takes data.sources.%s %s times; beyond %d epochs the same tokens "
-                    "teach less and less (Muennighoff et al. 2023): lower its share, or add text "
-                    "to it",
+                    "the run takes data.source.sources.%s %s times; beyond %d epochs the same "
+                    "tokens teach less and less (Muennighoff et al. 2023): lower its share, or add "
+                    "text to it",
                     name,
                     times(epochs),
                     EPOCHS,
                 )
             elif counts[name] == 0:
                 logger.warning(
-                    "the run takes nothing from data.sources.%s: its share of %s windows is less "
-                    "than one; raise its weight or its epochs, or train longer",
+                    "the run takes nothing from data.source.sources.%s: its share of %s windows is "
+                    "less than one; raise its weight or its epochs, or train longer",
                     name,
                     f"{samples:,}",
                 )
-            elif self._is_cut(name, epochs):
+            elif data.source.epochs.get(name, 0) >= 1 and epochs < 1:  # asked for, and not had
                 logger.warning(
-                    "the run takes %s of %s windows of data.sources.%s, less than once; "
-                    "data.epochs.%s counts over data.planned_tokens or, without weights, relative "
-                    "to the other epochs",
+                    "the run takes %s of %s windows of data.source.sources.%s, less than once; "
+                    "data.source.epochs.%s counts over data.source.planned_tokens or, without "
+                    "weights, relative to the other epochs",
                     f"{counts[name]:,}",
                     f"{order.sizes[name]:,}",
                     name,
                     name,
                 )
 
-    def _is_cut(self, name: str, epochs: float) -> bool:
-        """Return whether the settings ask for a whole epoch of a source, and the run has less."""
-        wanted: float = self.config.data.epochs.get(name, 0)
-        return wanted >= 1 and epochs < 1
-
-    def _order(self, trainer: Any) -> MixedOrder:
-        """Return the order of the run."""
-        data: TokenDataModule = trainer.datamodule
-        sizes = data.windows["train"].counts
-        planned = data.samples_seen(trainer.max_steps)
-        order: MixedOrder = self.config.data.order(sizes, planned, data.block_size, data.seed)
-        return order
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Record the rule by which the sources take turns."""
-        checkpoint[TURNS] = RULE
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Raise a `UserError` if a run in its own directory has settings with another past."""
-        is_of_this_run = Path(trainer.ckpt_path).parent == self.directory.checkpoints
-        if is_of_this_run and not self.config.resume_force:
-            keep_past(checkpoint, self.config, trainer.datamodule.folder)
-
-    def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Log each source's tokens so far."""
         if step % self.every == 0 or step == trainer.max_steps:
-            data: TokenDataModule = trainer.datamodule
-            counts = self._order(trainer).counts(data.samples_seen(step)).items()
-            tokens: dict[str, float]
-            tokens = {f"data/tokens/{name}": count * data.block_size for name, count in counts}
+            loader: Any = trainer.train_dataloader
+            counts = loader.order.counts(loader.samples_seen(step)).items()
+            size = _data_of(trainer).block_size
+            tokens = {f"data/tokens/{name}": float(count * size) for name, count in counts}
             log_row(trainer.loggers, tokens, trainer.global_step)
 
 
-def callbacks(
-    config: Config, directory: RunDirectory, _rank: int, _terminal: Any
-) -> list[Callback]:
-    """Return the callback of a mixture."""
-    chosen: list[Callback] = []
-    if isinstance(config.data, Mixture):
-        chosen.append(Sources(config, directory))
-    return chosen
+def _data_of(trainer: Any) -> Any:
+    """Return the data module of a Trainer, or raise a `UserError` if its data are no mixture."""
+    data = trainer.datamodule
+    if not isinstance(getattr(data, "order", None), MixedOrder):
+        raise UserError("callbacks=sources is for data=mixture; leave it out")
+    return data
+
+
+def shares_of(order: MixedOrder) -> dict[str, float]:
+    """Return the shares of the last phase, by the names of the sources."""
+    return dict(zip(order.sizes, map(float, order.phases[-1].shares), strict=True))
+
+
+def lines_of(
+    order: MixedOrder, samples: int, states: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what the receipt says of the sources: shares, epochs, prepared folders, and changes.
+
+    Args:
+        order: of the run.
+        samples: training windows of the whole run.
+        states: the name of each source's prepared folder.
+    """
+    epochs = order.epochs(samples)
+    first, *later = order.phases
+    shares = [
+        f"{name} {float(share):.4g} = {times(epochs[name])} epochs of {states[name]}"
+        for name, share in zip(order.sizes, first.shares, strict=True)
+    ]
+    yield "mixture", ", ".join(shares)
+    for phase in later:
+        pairs = zip(order.sizes, phase.shares, strict=True)
+        known = ", ".join(f"{name} {float(share):.4g}" for name, share in pairs)
+        yield "later", f"from sample {phase.start:,}: {known}"
+
+
+def times(epochs: float) -> str:
+    """Return the number of epochs to two digits, or whole from 100 on."""
+    return f"{epochs:,.0f}" if epochs >= 99.5 else f"{epochs:.2g}"

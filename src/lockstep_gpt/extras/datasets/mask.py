@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning import Callback, LightningModule, Trainer
+from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention import (
     DocumentBounds,
@@ -19,7 +20,7 @@ from lockstep_gpt.extras.datasets.attention import (
     token_mask,
     uses_blocks,
 )
-from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
+from lockstep_gpt.settings import check
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 
 
@@ -80,36 +81,82 @@ class Documents:
         return forward(*arguments)
 
 
-def mask_documents(model: Any, config: Config, tokenizer: Tokenizer) -> None:
-    """Change a model so that documents don't see each other, if `documents.mask=true`."""
-    if DocumentSettings.of(config).mask:
-        mask(model, tokenizer, needs_one_graph(config))
+class MaskDocuments(Callback):
+    """Lets attention, positions, and n-grams of a module's `model` stay within one document.
 
+    Args:
+        compiled: whether torch compiles the model.
+        dropout: of the model.
 
-def needs_one_graph(config: Config) -> bool:
-    """Return whether a CPU must mask without leaving the compiled graph, at all T x T scores.
-
-    torch compiles nothing of a model whose recomputed blocks leave the graph. Others may leave it,
-    to multiply one document at a time: at 256 tokens, whole steps are 15 to 20 % faster.
+    Raises:
+        UserError: before training, if the tokenizer has no end of text, the model lacks the places
+            for this, or it has dropout that tensor ranks can't draw as one device does.
     """
-    return config.compile and config.model.activation_checkpointing
+
+    def __init__(self, compiled: bool = False, dropout: float = 0.0) -> None:
+        self.compiled = compiled
+        self.dropout = dropout
+        self._is_done = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Change the model, before Lightning lets the module compile or shard it."""
+        if self._is_done:  # by an earlier use of the same Trainer
+            return
+        self._is_done = True
+        size = getattr(trainer.strategy, "_tensor_parallel_size", 1)
+        check(
+            "model.dropout",
+            self.dropout,
+            size in (1, "auto") or not self.dropout,
+            f"does not work with callbacks=documents and strategy.tensor_parallel={size}; set one "
+            "of them to its default",
+        )
+        module: Any = pl_module
+        tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        mask(module.model, tokenizer, compiled=self.compiled)
+        new_model = getattr(module, "new_model", None)
+        if new_model is not None:  # for what samples from a copy of the weights
+            module.new_model = partial(_masked, new_model, tokenizer)
 
 
-def mask(model: Any, tokenizer: Tokenizer, one_graph: bool = False) -> None:
+def _masked(new_model: Any, tokenizer: Tokenizer) -> Any:
+    model = new_model()
+    mask(model, tokenizer)
+    return model
+
+
+def mask_if_configured(config: DictConfig, model: Any, tokenizer: Tokenizer) -> None:
+    """Change a trained model as its run did, for commands that read its weights.
+
+    Args:
+        config: of the run.
+        model: to change.
+        tokenizer: of the run.
+    """
+    target = f"{MaskDocuments.__module__}.{MaskDocuments.__qualname__}"
+    nodes = (config.get("callbacks") or {}).values()
+    if any(node is not None and node.get("_target_") == target for node in nodes):
+        mask(model, tokenizer)
+
+
+def mask(model: Any, tokenizer: Tokenizer, compiled: bool = False) -> None:
     """Change a model so that documents don't see each other.
 
-    With `one_graph`, a CPU masks with operations that fit into one compiled graph, as a GPU does.
+    A CPU masks at all T x T scores without leaving the compiled graph if torch compiles a model
+    whose blocks are recomputed: it compiles nothing of one that leaves the graph there. Others may
+    leave it, to multiply one document at a time: at 256 tokens, whole steps are 15 to 20 % faster.
 
     Raises a `UserError` if the tokenizer has no end of text, or the model not the places for this.
     """
-    refuse_endless("documents.mask=true", tokenizer)
+    refuse_endless("callbacks=documents", tokenizer)
     attentions = [module for module in model.modules() if hasattr(module, "attend")]
     if not attentions or not hasattr(model, "positions"):
         raise UserError(
-            f"documents.mask=true needs attention with `attend` and a model with `positions`;"
-            f" {type(model).__name__} of {type(model).__module__} lacks them, so set it to false"
+            f"callbacks=documents needs attention with `attend` and a model with `positions`;"
+            f" {type(model).__name__} of {type(model).__module__} lacks them, so leave it out"
         )
     assert tokenizer.end_of_text is not None
+    one_graph = compiled and any(map(_is_recomputed, model.blocks))
     documents = Documents(model, tokenizer.end_of_text, one_graph)
     model.positions = documents.positions
     if documents.model_shifted is not None:
@@ -117,9 +164,13 @@ def mask(model: Any, tokenizer: Tokenizer, one_graph: bool = False) -> None:
     for attention in attentions:
         attention.attend = documents.attend
     for block in model.blocks:
-        forward: Any = block.forward
-        if isinstance(forward, partial) and forward.func is checkpoint:
-            block.forward = partial(documents.block_forward, forward)
+        if _is_recomputed(block):
+            block.forward = partial(documents.block_forward, block.forward)
+
+
+def _is_recomputed(block: Any) -> bool:
+    """Return whether backward computes a block again."""
+    return isinstance(block.forward, partial) and block.forward.func is checkpoint
 
 
 def refuse_endless(wanted: str, tokenizer: Tokenizer) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.turns import Phase, Turns
 from lockstep_gpt.loading.order import Positions, Shuffled
 from lockstep_gpt.loading.permutation import FEW, Words, feistel, round_keys
+
+RULE = "share tree"  # by which the sources take turns
 
 
 class MixedOrder:
@@ -21,8 +25,18 @@ class MixedOrder:
     each of its epochs; its name, not the other sources, decides it.
     """
 
-    def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int) -> None:
-        """Take each source's training windows, the shares of sources over the run, and a seed."""
+    def __init__(
+        self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int, planned_tokens: int = 0
+    ) -> None:
+        """Divide the positions of a run among sources.
+
+        Args:
+            sizes: each source's training windows.
+            phases: the shares of sources over the run.
+            seed: of the run.
+            planned_tokens: for which epochs and schedule are meant.
+        """
+        self.planned_tokens = planned_tokens
         self.sizes = dict(sizes)
         self.seeds = [seed_of(seed, name) for name in sizes]
         self.phases = phases
@@ -75,6 +89,31 @@ class MixedOrder:
     def epochs(self, position: int) -> dict[str, float]:
         """Return how often each source was taken before `position`."""
         return {name: count / self.sizes[name] for name, count in self.counts(position).items()}
+
+    def past(self, samples: int) -> dict[str, Any]:
+        """Return, as plain values, what decides the windows before the position `samples`."""
+        before = self.turns.phases_before(samples)
+        return {
+            "rule": RULE,
+            "samples": samples,
+            "planned_tokens": self.planned_tokens,
+            "phases": [[phase.start, [*map(str, phase.shares)]] for phase in before],
+        }
+
+    def refuse_other_past(self, past: dict[str, Any]) -> None:
+        """Raise a `UserError` if the run would have taken other windows so far."""
+        if past.get("rule") != RULE:
+            raise UserError(
+                "the sources of this run took turns by the rule of another version; finish it with "
+                "that version, or start a new run"
+            )
+        if self.past(past["samples"])["phases"] != past["phases"]:
+            raise UserError(
+                "with these weights, epochs, schedule, and max_steps of the mixture, the run would "
+                "have taken other windows so far; set them to the same, "
+                f"data.source.planned_tokens={past['planned_tokens']} to train longer, "
+                "data.source.schedule for later weights, or resume_force=true"
+            )
 
 
 @cache

@@ -17,7 +17,6 @@ from typing import Any, cast
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.data_settings import DataConfig
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.recipe import Recipe, create_folder
 from lockstep_gpt.tokens.shards import Index, Split
@@ -37,7 +36,7 @@ class PreparedSources:
     """
 
     def __init__(self, sources: Mapping[str, Source], tokenizer_from: str | None) -> None:
-        configs: dict[str, DataConfig] = dict(sources)
+        configs = dict(sources)
         if tokenizer_from is not None:
             first = _prepare(tokenizer_from, sources[tokenizer_from])
             values = shards.load_index(first).tokenizer
@@ -79,8 +78,8 @@ class PreparedSources:
             other = seen.setdefault(folder, name)
             if other != name:
                 raise UserError(
-                    f"data.sources.{other} and data.sources.{name} are the same tokens ({folder}); "
-                    "remove one of them"
+                    f"data.source.sources.{other} and data.source.sources.{name} are the same "
+                    f"tokens ({folder}); remove one of them"
                 )
 
     def _check_tokenizers(self) -> None:
@@ -88,13 +87,14 @@ class PreparedSources:
         for name, index in others:
             if index.tokenizer != expected.tokenizer:
                 raise UserError(
-                    f"data.sources.{first} and data.sources.{name} have different tokenizers "
+                    f"data.source.sources.{first} and data.source.sources.{name} have different "
+                    "tokenizers "
                     f"({_kind(expected)} and {_kind(index)}), and a model has one; set the same "
-                    f"data.sources.NAME.tokenizer, or data.tokenizer_from={first}"
+                    f"data.source.sources.NAME.tokenizer, or data.source.tokenizer_from={first}"
                 )
 
 
-def _prepare(name: str, config: DataConfig) -> Path:
+def _prepare(name: str, config: Source) -> Path:
     with renamed(name, type(config)):
         return prepare(config)
 
@@ -103,7 +103,7 @@ def _kind(index: Index) -> str:
     return f"{index.tokenizer['kind']} of {index.tokenizer['vocab_size']:,} ids"
 
 
-def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
+def _with_tokenizer(config: Any, values: dict[str, Any]) -> Source:
     """Return a source's settings with the tokenizer of another, if they can name one."""
     name = values["kind"]
     if "json" in values:
@@ -118,7 +118,7 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
     size = values["vocab_size"] if defaults.get("vocab_size") else None
     settings = {"tokenizer": name, "vocab_size": size}
     changes = {name: value for name, value in settings.items() if name in defaults}
-    return cast(DataConfig, replace(config, **changes))
+    return cast(Source, replace(config, **changes))
 
 
 def _has(path: Path, content: bytes) -> bool:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import fields
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.data_settings import DataConfig
+from lockstep_gpt.tokens.sources.source import Source
 
 
 @contextmanager
-def renamed(name: str, source_class: type[DataConfig]) -> Iterator[None]:
-    """Rename `data.SETTING` to `data.sources.NAME.SETTING` in a `UserError` of a source.
+def renamed(name: str, source_class: type[Source]) -> Iterator[None]:
+    """Rename `data.source.SETTING` to `data.source.sources.NAME.SETTING` in a `UserError`.
 
     Args:
         name: the source's name.
@@ -22,7 +22,8 @@ def renamed(name: str, source_class: type[DataConfig]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        settings = [item.name for item in fields(source_class) if item.name != "root"]
-        known = "|".join(sorted(settings, key=len, reverse=True))
-        text = re.sub(rf"\bdata\.({known})\b", rf"data.sources.{name}.\1", str(error))
-        raise UserError(text) from error
+        known = "|".join(
+            sorted((item.name for item in fields(source_class)), key=len, reverse=True)
+        )
+        place = rf"data.source.sources.{name}.\1"
+        raise UserError(re.sub(rf"\bdata\.source\.({known})\b", place, str(error))) from error

@@ -20,9 +20,9 @@ def phases(
     """Return the shares of the sources, in the order of `sizes`, over a run.
 
     Args:
-        weights: `data.weights`.
-        epochs: `data.epochs`.
-        schedule: `data.schedule`.
+        weights: `data.source.weights`.
+        epochs: `data.source.epochs`.
+        schedule: `data.source.schedule`.
         sizes: training windows of each source, by name.
         planned: windows of the run, as far as epochs and schedule are concerned.
 
@@ -37,8 +37,8 @@ def phases(
     if fixed and rest <= 0:
         needed = round(sum(fixed.values()) * planned)
         raise UserError(
-            f"data.epochs takes {needed:,} windows, and the run has {planned:,}, some of them for "
-            "sources with weights; lower the epochs, or train longer"
+            f"data.source.epochs takes {needed:,} windows, and the run has {planned:,}, some of "
+            "them for sources with weights; lower the epochs, or train longer"
         )
     later = [(round(exact(change["from"]) * planned), change["weights"]) for change in schedule]
     result = []

@@ -99,12 +99,14 @@ def _compare_trained(options: argparse.Namespace) -> None:
     budget = Budget(options.pairs, options.tokens, options.hours)
     budget.refuse_too_small(report.judges[0].fewest_pairs, tokens_of_pair)
     report.check(settings)
+    report.refuse_other_data(settings)
     for warning in report.warnings:
         print(f"unfair? {warning}", flush=True)
     folder = options.folder or Path("runs", _name(sides, options.overrides))
-    config = plans[0].config
-    seeds = range(config.seed, config.seed + budget.most_pairs(tokens_of_pair))
-    runs = PairedRuns(folder, tuple(sides), tuple(options.overrides), config.logger, seeds)
+    values = settings[0].values
+    seeds = range(values["seed"], values["seed"] + budget.most_pairs(tokens_of_pair))
+    loggers = values.get("logger") or {}
+    runs = PairedRuns(folder, tuple(sides), tuple(options.overrides), loggers, seeds)
     runs.refuse_other_runs(settings)
     environments = environments_of(plans[0].placement, _runs_at_once(options, report))
     folder.mkdir(parents=True, exist_ok=True)

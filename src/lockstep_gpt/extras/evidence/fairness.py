@@ -9,16 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import settings_on_resume
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.evidence.measures import Measure
 from lockstep_gpt.extras.evidence.sides import Runs
-from lockstep_gpt.run.directory import MAY_DIFFER, differences, flat, some_of
+from lockstep_gpt.run.directory import MAY_DIFFER, RunDirectory, differences, flat, some_of
+from lockstep_gpt.tokens.prepare import DECIDED
 
 # What a run is called, where it is, and who hears of it.
 NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")
-OF_VALIDATION = ("data.val_tokens", "data.val_fraction", "model.block_size")
+# What a machine decides, with equal results.
+OF_MACHINE = (
+    *("launch.", "trainer.devices", "trainer.accelerator", "trainer.num_nodes", "data.root"),
+    *("data.source.path", "data.source.val_path", "data.source.test_path", "data.source.num_proc"),
+)
+# What decides the tokens, but for these of its settings.
+OF_TOKENS = ("data.source.", "data.fingerprint", "tokenizer")
+NOT_OF_TOKENS = ("data.source.num_proc",)
+OF_VALIDATION = ("val_tokens", "data.val_tokens", "data.source.val_fraction", "model.block_size")
 RATE = "optim.lr"
+OTHER_DATA = "can't be compared; use the same data, or --measure an accuracy"
 MUCH_SLOWER = 1.2  # seconds per step of one side, divided by those of the other
 
 
@@ -28,7 +37,7 @@ class Setting:
 
     Attributes:
         name: of the side.
-        values: its frozen configuration, of any seed, with the fingerprint of the data.
+        values: its frozen configuration, of any seed.
         tokens: that a run trains with.
         typed: the settings that only this side's words set; None for finished runs.
     """
@@ -55,17 +64,47 @@ def refuse_equal(settings: Sequence[Setting]) -> None:
 
 
 def refuse_other_data(settings: Sequence[Setting], measure: Measure) -> None:
-    """Raise a `UserError` if losses of the sides are of other text, so can't be compared."""
+    """Raise a `UserError` if settings show that losses of the sides would be of other text."""
+    if not measure.is_of_text:
+        return
     base = settings[0]
-    ours = base.value("data.fingerprint")
     for variant in settings[1:]:
-        theirs = variant.value("data.fingerprint")
-        if measure.is_of_text and ours != theirs:
+        lines = [line for line in differing_lines(base, variant) if _is_of_tokens(line)]
+        if lines:
             raise UserError(
-                f"{base.name} and {variant.name} have other data, {str(ours)[:8]} and "
-                f"{str(theirs)[:8]}, so their {measure.name} can't be compared; use the same data, "
-                "or --measure an accuracy"
+                f"{variant.name} and {base.name} have other data, {some_of(lines)}, so their "
+                f"{measure.name} {OTHER_DATA}"
             )
+
+
+def _is_of_tokens(line: str) -> bool:
+    return line.startswith(OF_TOKENS) and not line.startswith(NOT_OF_TOKENS)
+
+
+def refuse_other_tokens(groups: Sequence[Runs], measure: Measure) -> None:
+    """Raise a `UserError` if finished runs that are compared have trained with other tokens.
+
+    Args:
+        groups: the finished runs of each side.
+        measure: of losses, all runs must have the same tokens; of others, those of a side.
+    """
+    groups_of_runs = [[*of_side.values()] for of_side in groups]
+    if measure.is_of_text:
+        groups_of_runs = [[run for runs in groups_of_runs for run in runs]]
+    for runs in groups_of_runs:
+        tokens = [_tokens_of(run) for run in runs]
+        for run, theirs in zip(runs, tokens, strict=True):
+            if theirs != tokens[0]:
+                raise UserError(
+                    f"{runs[0].path} and {run.path} have other data, {str(tokens[0])[:8]} and "
+                    f"{str(theirs)[:8]}, so their {measure.name} {OTHER_DATA}"
+                )
+
+
+def _tokens_of(run: RunDirectory) -> str | None:
+    """Return the fingerprint of the tokens that a run has decided; None without token data."""
+    decided = run.notes().get(DECIDED)
+    return decided["fingerprint"] if decided else None
 
 
 def warnings(settings: Sequence[Setting]) -> list[str]:
@@ -141,21 +180,12 @@ def differing_lines(one: Setting, other: Setting) -> list[str]:
 def refuse_other_runs(folder: Path, setting: Setting, values: dict[str, Any]) -> None:
     """Raise a `UserError` if a finished run in `folder` has other settings than its side has now.
 
-    Settings that are still open, or that the machine decides, may differ.
+    What the machine decides may differ.
     """
-    machine = settings_on_resume("machine", setting.value("data._target_"))
-    free = (*NO_DIFFERENCE, "trainer.", *machine)
-    closed = [
-        line
-        for line in differences(values, setting.values, free=free)
-        if setting.value(line.partition("=")[0]) not in (None, "auto")
-    ]
-    if setting.value("data.fingerprint") != values["data"]["fingerprint"]:
-        closed.append("other data")
-    if closed:
+    lines = differences(values, setting.values, free=(*NO_DIFFERENCE, *OF_MACHINE))
+    if lines:
         raise UserError(
-            f"{folder} has finished runs of other settings: {some_of(closed)}; name another "
-            "--folder"
+            f"{folder} has finished runs of other settings: {some_of(lines)}; name another --folder"
         )
 
 

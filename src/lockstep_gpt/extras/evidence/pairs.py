@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.config import Config
 from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.extras.evidence.fairness import Setting, refuse_other_runs
 from lockstep_gpt.extras.evidence.sides import Side, is_finished
 from lockstep_gpt.extras.evidence.workers import Job, Workers
-from lockstep_gpt.launch import compose, start
+from lockstep_gpt.launch import composed, devices, flags, targets
+from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.launch.quoting import quote_value
+from lockstep_gpt.programs import train_program
 from lockstep_gpt.run.directory import RunDirectory
 
 OURS = ("run_dir", "run_name", "resume")  # settings that a comparison sets itself
@@ -31,12 +32,11 @@ class Plan:
     """What one side trains, as composed before anything runs."""
 
     setting: Setting
-    config: Config
     placement: Placement
 
 
 def plan_of(side: Side, shared: Sequence[str]) -> Plan:
-    """Compose what a side trains, and prepare its data.
+    """Compose what a side trains.
 
     Raises:
         UserError: a word is wrong, or belongs to the comparison.
@@ -46,19 +46,27 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
         name = word.partition("=")[0]
         if name in OURS or (name == "seed" and word in side.words):
             raise UserError(f"{word}: compare sets {name} for each run; remove it")
-    plans: list[Plan] = []
 
-    def job(composed: DictConfig) -> None:
-        values, config = compose.resolve_config(composed)
-        placement, batch = start.place_run(config)
-        data = {**values["data"], "fingerprint": start.prepare_data(config)}
+    def job(config: DictConfig) -> Plan:
+        values = composed.values_to_freeze(config)
+        targets.refuse_mistakes(values, {"*": ("*",)})
+        placement = devices.found(values, LaunchSettings.of(values))
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
-        tokens = config.max_steps * batch.global_size * (config.tokens_per_sample or 0)
-        setting = Setting(side.name, {**values, "data": data}, tokens, typed)
-        plans.append(Plan(setting, config, placement))
+        setting = Setting(side.name, values, _tokens(config, placement), typed)
+        return Plan(setting, placement)
 
-    compose.run(words, job)
-    return plans[0]
+    return flags.each_job(train_program(), words, job)[0]
+
+
+def _tokens(config: DictConfig, placement: Placement) -> int:
+    """Return how many tokens a run trains with; 0 if its data has no fixed number in a sample."""
+    tensor_parallel = config.strategy.get("tensor_parallel", 1)
+    batch = instantiate(config.batch).spread_over(
+        placement.devices, placement.nodes, tensor_parallel
+    )
+    tokens_per_sample: int = OmegaConf.select(config, "data.block_size", default=0)
+    total: int = config.max_steps * batch.global_size * tokens_per_sample
+    return total
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class PairedRuns:
         words = (
             *("train", *self.shared, *side.words, f"seed={seed}", "resume=auto"),
             f"run_dir={run.path}",
-            quote_value(f"run_name={side.folder}-{seed}"),
+            composed.quoted(f"run_name={side.folder}-{seed}"),
             *self._logger_words(side, seed),
         )
         return Job(words, run.path.with_name(f"{seed}.log"))
@@ -139,7 +147,7 @@ class PairedRuns:
             if not isinstance(logger, dict):
                 continue
             if "group" in logger and logger["group"] is None:
-                words.append(quote_value(f"logger.{name}.group={self.folder.name}"))
+                words.append(composed.quoted(f"logger.{name}.group={self.folder.name}"))
             if "tags" in logger:
                 tags = [*(logger["tags"] or []), side.folder, f"seed-{seed}"]
                 words.append(f"logger.{name}.tags={json.dumps(tags)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,14 +11,17 @@ from typing import Any
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import RunError
+from lockstep_gpt.launch.composed import HYDRA_FILE
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
 
-PLAN = "replay.json"  # in the directory of a replay: what its callbacks do
-NAMES = "tensors.json"  # there, too: the names of the tensors, in the optimizer's order
+NAMES = "tensors.json"  # in a replay: the names of the tensors, in the optimizer's order
 ALL = 10**6  # checkpoints to keep
-SHOWING = ("progress", "sample")  # callbacks that only show something
+# Callbacks of a run that its replay doesn't need: they only show, note, or check something.
+LEFT_OUT = ("progress", "sample", "environment", "replays", "trace")
+CALLBACKS = "lockstep_gpt.extras.evidence.replay_callbacks"
+TRACE = "lockstep_gpt.training.trace.Trace"
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,10 @@ def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirecto
     """
     directory = RunDirectory(folder)
     directory.create(_values(steps, folder, noise))
-    plan = {"saves": steps.saves, "end": steps.end, "noise": noise}
-    (folder / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+    if steps.run.decided.exists():  # such as which tokens it trains with
+        shutil.copyfile(steps.run.decided, directory.decided)
+    (folder / HYDRA_FILE).parent.mkdir()
+    shutil.copyfile(steps.run.path / HYDRA_FILE, folder / HYDRA_FILE)
     if steps.start:
         directory.checkpoints.mkdir()
         for path in files_of(checkpoint_path(steps.run.checkpoints, steps.start)):
@@ -83,11 +88,11 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
         values["strategy"]["process_group_backend"] = None
     if steps.micro_size is not None:
         values["batch"]["micro_size"] = steps.micro_size
+    if steps.start:
+        values["init_from"] = None  # a saved state has the weights
     values["run_dir"] = str(folder)
     values["logger"] = {}
-    values["callbacks"] = {
-        name: node for name, node in values["callbacks"].items() if name not in SHOWING
-    }
+    values["callbacks"] = _callbacks(steps, values, noise)
     values["checkpoint"] |= {
         "every": None,
         "keep_last": ALL,
@@ -95,6 +100,19 @@ def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
         "background": False,
         "copy_to": None,
     }
-    has_trace = steps.run.trace.exists() and noise is None
-    values["guard"] = {**values.get("guard", {}), "trace": has_trace, "verify_every": None}
+    values["memory"] = False
     return values
+
+
+def _callbacks(steps: Steps, values: dict[str, Any], noise: float | None) -> dict[str, Any]:
+    """Return the run's own callbacks that may change a result, and those of the replay."""
+    own: dict[str, Any] = values.get("callbacks") or {}
+    chosen = {name: node for name, node in own.items() if name not in LEFT_OUT}
+    saves = {"saves": steps.saves, "end": steps.end}
+    chosen["verify_saves"] = {"_target_": f"{CALLBACKS}.ReplayedSaves", **saves}
+    if noise is not None:
+        errors = {"seed": values["seed"], "size": noise}
+        chosen["verify_noise"] = {"_target_": f"{CALLBACKS}.RoundingNoise", **errors}
+    elif steps.run.trace.exists():
+        chosen["trace"] = {"_target_": TRACE, "every": values["log_every"]}
+    return chosen

@@ -3,49 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.extras.evidence.replay import NAMES, PLAN
+from lockstep_gpt.extras.evidence.replay import NAMES
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.run import Run
 from lockstep_gpt.training.seeds import leaf_seed
-
-
-def callbacks(
-    config: Config,
-    directory: RunDirectory,
-    rank: int,  # noqa: ARG001
-    terminal: TextIO,  # noqa: ARG001
-) -> list[Callback]:
-    """Return the callbacks of a replay; none in other runs."""
-    path = directory.path / PLAN
-    if not path.exists():
-        return []
-    plan = json.loads(path.read_text(encoding="utf-8"))
-    chosen: list[Callback] = [ReplayedSaves(directory, plan["saves"], plan["end"])]
-    if plan["noise"] is not None:
-        chosen.append(RoundingNoise(config.seed, plan["noise"]))
-    return chosen
 
 
 class ReplayedSaves(StepCallback):
     """Saves after the same steps as the run did.
 
     Args:
-        directory: of the replay.
         saves: the steps.
         end: the step after which to stop.
     """
 
-    def __init__(self, directory: RunDirectory, saves: list[int], end: int) -> None:
-        self.directory = directory
-        self.saves = saves
+    def __init__(self, saves: Sequence[int], end: int) -> None:
+        self.directory = Run.current().directory
+        self.saves = [*saves]
         self.end = end
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -37,14 +37,23 @@ class Report:
     comparisons: list[Comparison] = field(default_factory=list)
 
     def check(self, settings: Sequence[Setting]) -> None:
-        """Refuse sides that can't be compared, and collect what makes them unfair."""
+        """Refuse sides that train the same, and collect what makes them unfair."""
         fairness.refuse_equal(settings)
-        for judge in self.judges:
-            fairness.refuse_other_data(settings, judge.measure)
         self.warnings += fairness.warnings(settings)
 
+    def refuse_other_data(self, settings: Sequence[Setting]) -> None:
+        """Raise a `UserError` if sides would train with other data, before they do."""
+        for judge in self.judges:
+            fairness.refuse_other_data(settings, judge.measure)
+
     def update(self, groups: Sequence[Runs]) -> Comparison:
-        """Read the finished runs; return the comparison of the first measure."""
+        """Read the finished runs; return the comparison of the first measure.
+
+        Raises:
+            UserError: their data can't be compared.
+        """
+        for judge in self.judges:
+            fairness.refuse_other_tokens(groups, judge.measure)
         self.comparisons = [Comparison.of_runs(judge, self.sides, groups) for judge in self.judges]
         return self.comparisons[0]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from lockstep_gpt.config import with_defaults
 from lockstep_gpt.damaged_files import read_informative_text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import (
@@ -18,9 +17,10 @@ from lockstep_gpt.run.directory import RunDirectory, flat
 CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
 # Settings that change neither the weights nor the rows of the log.
 OTHERS = (
-    *("run_dir", "run_name", "resume", "resume_force", "logger", "callbacks", "checkpoint"),
-    *("guard", "launch", "strategy", "trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
-    *("val_every", "verbosity", "test", "peak_tflops", "pages", "data.root"),
+    *("run_dir", "run_name", "resume", "resume_force", "trust_run_dir", "verbosity", "kept"),
+    *("logger", "callbacks", "checkpoint", "guard", "memory", "launch", "strategy"),
+    *("trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
+    *("val_every", "peak_tflops", "data.root"),
 )
 
 
@@ -28,9 +28,9 @@ def refuse_changed_settings(run: RunDirectory, start: int) -> None:
     """Raise a `UserError` if the steps after `start` had other settings than the last ones."""
     if start:
         content = read_checkpoint(checkpoint_path(run.checkpoints, start))
-        before = dict(flat(with_defaults(content["config"])))
-        after = dict(flat(with_defaults(run.values())))
-        changed = [name for name in after if before.get(name) != after[name]]
+        before = dict(flat(content["config"]))
+        after = dict(flat(run.values()))
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     else:
         changed = CHANGE.findall(read_informative_text(run.overrides))
     changed = [name for name in dict.fromkeys(changed) if matters(name)]

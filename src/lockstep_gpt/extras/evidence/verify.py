@@ -95,28 +95,31 @@ def steps_of(recorded: Recorded, start: int, end: int | None, devices: int | Non
 
 def _micro_size(recorded: Recorded, end: int) -> int | None:
     """Return how many samples the run's micro-batches had; None if that is not recorded."""
-    config = recorded.directory.load()
+    values = recorded.directory.resolved()
     facts = facts_at(recorded, end)
-    if not facts or config.batch.global_size is None or config.tensor_parallel > 1:
+    global_size: int | None = values["batch"].get("global_size")
+    splits_model = values["strategy"].get("tensor_parallel", 1) > 1
+    if not facts or global_size is None or splits_model:
         return None
     micro_batches: int = facts["ranks"] * facts["micro_batches"]
-    return config.batch.global_size // micro_batches
+    return global_size // micro_batches
 
 
 def _devices(recorded: Recorded, end: int, chosen: int | None) -> tuple[int, bool]:
     """Return how many devices to use, and whether they are GPUs."""
-    config = recorded.directory.load()
+    values = recorded.directory.resolved()
     has_gpu = False
     count = facts_at(recorded, end).get("ranks", 1)
-    if config.trainer["accelerator"] != "cpu":
+    if values["trainer"]["accelerator"] != "cpu":
         import torch
 
         has_gpu = torch.cuda.is_available()
         if has_gpu:
             count = min(count, torch.cuda.device_count())
     sizes = [count]
-    if config.batch.exact_micro_size and config.batch.global_size:
-        sizes = exact_world_sizes(config.batch.global_size, config.batch.exact_micro_size)
+    global_size, exact = (values["batch"].get(name) for name in ("global_size", "exact_micro_size"))
+    if exact and global_size:
+        sizes = exact_world_sizes(global_size, exact)
     return chosen or max(size for size in sizes if size <= max(count, 1)), has_gpu
 
 
@@ -157,9 +160,9 @@ def other_arithmetic(run: Recorded, again: Recorded, steps: Steps) -> list[str]:
     """Return in what, besides its settings, a run was computed otherwise than its replay."""
     if not run.arithmetic:  # of an earlier version
         return ["no record of its processor"]
-    config = steps.run.load()
     ours = facts_at(again, steps.end)
-    names = DECISIVE if config.batch.exact_micro_size else (*DECISIVE, *OF_SUMS)
+    is_exact = steps.run.resolved()["batch"].get("exact_micro_size") is not None
+    names = DECISIVE if is_exact else (*DECISIVE, *OF_SUMS)
     reasons = []
     starts = [start for start in run.arithmetic if start < steps.end]
     for start in starts:
@@ -188,7 +191,7 @@ def _rounding(
     details: dict[str, Any],
 ) -> Outcome:
     """Compare with what rounding allows, where bits can't be compared."""
-    error = rounding.error_of(steps.run.load().precision)
+    error = rounding.error_of(steps.run.resolved()["precision"])
     noisy = recorded_of(replay(steps, folder / "noisy", error))
     numbers = range(steps.start + 1, steps.end + 1)
     sides = (run, plain, noisy)

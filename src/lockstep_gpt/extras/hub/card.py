@@ -12,7 +12,6 @@ from lockstep_gpt.damaged_files import read_informative_object
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.run.directory import settled
 from lockstep_gpt.run.loggers.tracking import git_state
-from lockstep_gpt.tokens.data_settings import data_class
 
 # Settings that determine the weights.
 GROUPS = ("model", "data", "optim", "schedule", "batch")
@@ -34,7 +33,9 @@ def model_card(
     config = settled(content["config"])
     name = _name(source)
     trust = ", trust_remote_code=True" if code else ""
-    rows = "\n".join(f"| {fact} | {value} |" for fact, value in _facts(content, config, model, source))
+    rows = "\n".join(
+        f"| {fact} | {value} |" for fact, value in _facts(content, config, model, source)
+    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -79,7 +80,7 @@ def _facts(
 ) -> list[tuple[str, str]]:
     loss = _validation_loss(content)
     step = content.get("global_step")
-    tokens = content.get("tokens")
+    tokens = _tokens_seen(content, model)
     size = f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} tokens"
     seen = f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"
     measured = f"{loss:.4f} nats per token" if loss is not None else "not measured"
@@ -91,6 +92,15 @@ def _facts(
         ("checkpoint", f"`{source.name}`"),
         ("code", _revision(source)),
     ]
+
+
+def _tokens_seen(content: dict[str, Any], model: LanguageModel) -> int | None:
+    """Return how many tokens the run has trained on, as its loader has counted samples."""
+    state = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    loaders = state.get("combined_loader") or []
+    if len(loaders) != 1 or "samples" not in loaders[0]:
+        return None
+    return int(loaders[0]["samples"]) * model.block_size
 
 
 def _validation_loss(content: dict[str, Any]) -> float | None:

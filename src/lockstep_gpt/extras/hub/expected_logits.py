@@ -111,7 +111,7 @@ def gpt2_logits(tokens: Tensor, config: dict[str, Any], weights: dict[str, Tenso
 
 
 def modern_logits(tokens: Tensor, config: dict[str, Any], weights: dict[str, Tensor]) -> Tensor:
-    """Return the logits, (T, V), of modeling_modern.py; model/modern.py names the papers."""
+    """Return the logits, (T, V), of modeling_modern.py; modern.py names the papers."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T
@@ -174,5 +174,5 @@ GPT2_CHECK = Check(
 MODERN_CHECK = Check(
     modern_logits,
     "modeling_modern.py",
-    "make your edit of model/modern.py in extras/hub/modeling_modern.py and expected_logits.py too",
+    "make your edit of modern.py in extras/hub/modeling_modern.py and expected_logits.py too",
 )

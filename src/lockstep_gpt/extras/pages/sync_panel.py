@@ -30,7 +30,7 @@ from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
 from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep_gpt.settings import check_number, check_whole
 from lockstep_gpt.training.counted_targets import CountTargets
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ class SyncPanel(StepCallback):
         ranks: how many ranks to keep values for; norms and averages use all ranks.
         files: about how many recorded steps to write at most; the noise scale uses them all.
         smoothing: fraction of the noise scale's averages that is kept at each measurement.
-        tokenizer: makes text of the samples; None: they are shown as numbers.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class SyncPanel(StepCallback):
         ranks: int = 8,
         files: int = 40,
         smoothing: float = 0.95,
-        tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value, least in (
             ("every", every, 1),
@@ -74,11 +72,8 @@ class SyncPanel(StepCallback):
             ("ranks", ranks, 1),
             ("files", files, 1),
         ):
-            if value < least:
-                raise UserError(f"callbacks.sync_panel.{name}={value} must be at least {least}")
-        if not 0 <= smoothing < 1:
-            raise UserError(f"callbacks.sync_panel.smoothing={smoothing} must be from 0 to below 1")
-        self.tokenizer = tokenizer
+            check_whole(name, value, at_least=least)
+        check_number("smoothing", smoothing, at_least=0, below=1)
         self.every = every
         self.values = values
         self.files = files
@@ -113,10 +108,12 @@ class SyncPanel(StepCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Choose the values to read, and find the run directory, where metrics.csv is."""
+        """Choose the values to read; find the run directory, where metrics.csv is."""
         super().on_train_start(trainer, pl_module)
         metrics = next(logger for logger in trainer.loggers if isinstance(logger, MetricsFile))
         self._run = metrics.path.parent
+        # Makes text of the samples; without it, they are shown as numbers.
+        self._tokenizer: Any = getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
         self._probe = Probe(pl_module, self.values)
         self._ddp: Any = trainer.strategy.model
         if not isinstance(self._ddp, DistributedDataParallel):
@@ -146,6 +143,7 @@ class SyncPanel(StepCallback):
         if not self.is_recorded(step):
             return
         accumulation = trainer.accumulate_grad_batches
+        self._micro_size, self._block_size = batch[0].shape
         samples = batch[0][: self.samples, : self.sample_tokens]
         if batch_idx % accumulation == 0:
             self._local_step = LocalStep(step, _loss_scale(trainer), samples)
@@ -206,30 +204,28 @@ class SyncPanel(StepCallback):
         factor = self._counts.factor if self._counts is not None else 1.0
         table = from_all_ranks(local_step.as_vector(self._probe.weights(), squares, factor))
         samples = from_all_ranks(local_step.samples)
-        micro_size = trainer.datamodule.micro_size  # type: ignore[attr-defined]
-        recorded = Step(self._probe, table, (micro_size, trainer.accumulate_grad_batches))
+        recorded = Step(self._probe, table, (self._micro_size, trainer.accumulate_grad_batches))
         self._measure(trainer, pl_module, recorded, step)
         if trainer.is_global_zero and self.has_file(step, trainer.max_steps):
             noise = {"noise_scale": self.noise.scale, "advice": self._advice}
             texts = [self._texts(of_rank) for of_rank in samples[: self.ranks]]
             content = describe(recorded, self._probe, texts, self.ranks)
-            content["block_size"] = trainer.datamodule.block_size  # type: ignore[attr-defined]
+            content["block_size"] = self._block_size
             write_recording(self._run, {"step": step, **content, **noise})
 
     def _texts(self, samples: Any) -> list[str]:
-        if self.tokenizer is None:
+        if self._tokenizer is None:
             return [" ".join(map(str, ids)) for ids in samples]
-        return [self.tokenizer.decode(ids) for ids in samples]
+        return [self._tokenizer.decode(ids) for ids in samples]
 
     def _measure(self, trainer: Trainer, pl_module: Any, recorded: Step, step: int) -> None:
         measurement = recorded.measurement
         if measurement is None:
             return
         self.noise.add(measurement)
-        block_size = trainer.datamodule.block_size  # type: ignore[attr-defined]
-        self._advice = advice(self.noise.scale, measurement.big_batch, block_size)
+        self._advice = advice(self.noise.scale, measurement.big_batch, self._block_size)
         if self.noise.scale is not None:
-            tokens = step * measurement.big_batch * block_size
+            tokens = step * measurement.big_batch * self._block_size
             row = {"trainer/tokens": tokens, NOISE_SCALE: self.noise.scale}
             log_row(trainer.loggers, row, step)
 

@@ -109,6 +109,10 @@ class Checkpoints(StepCallback, Checkpoint):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse a disk that is too small, and checkpoints that don't fit the run."""
         super().setup(trainer, pl_module, stage)
+        if self.background and getattr(trainer.strategy, "saves_parts", False):
+            raise UserError(
+                "strategy.save_parts=true and checkpoint.background=true conflict; set one to false"
+            )
         if stage == "fit" and self._run is not None:
             self._run.expect(trainer, pl_module)
 

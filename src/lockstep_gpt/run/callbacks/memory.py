@@ -316,10 +316,8 @@ def _only(kind: type[Part], trainer: Trainer) -> Part:
     for callback in callbacks:
         if isinstance(callback, kind):
             return callback
-    name = kind.__name__
-    raise UserError(
-        f"StateInMemory needs {name} among the Trainer's callbacks; add lockstep.{name}"
-    )
+    name = f"lockstep.{kind.__name__}"
+    raise UserError(f"StateInMemory needs {name} among the Trainer's callbacks; add it")
 
 
 def kept_state(trainer: Trainer) -> dict[str, Any]:

@@ -85,13 +85,13 @@ class Metrics(StepCallback):
     _epoch_values: EpochValues = field(default_factory=EpochValues, init=False)
     _rate: float | None = field(default=None, init=False)  # of the last update
 
-    _full_tflops: float | None = field(default=None, init=False)  # of all devices together
+    full_tflops: float | None = field(default=None, init=False)  # of all devices together
     _operations: float = field(default=0.0, init=False)  # per token
     _tells_first_step: bool = field(default=False, init=False)  # a compiled model's is long
     _world_size: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        check_whole("every", self.every, at_least=1)
+        check_whole("log_every", self.every, at_least=1)
         if self.peak_tflops is not None:
             check_number("peak_tflops", self.peak_tflops, above=0)
 
@@ -102,10 +102,12 @@ class Metrics(StepCallback):
         tokens = self.tokens_per_sample or tokens_of(trainer)
         if self.batch is not None and tokens is not None:
             self.tokens_per_step = self.batch.global_size * tokens
-        self._operations = self.flops_per_token or getattr(pl_module, "flops_per_token", 0.0)
+        self._operations = self.flops_per_token or 0.0
+        if self.flops_per_token is None:
+            self._operations = getattr(pl_module, "flops_per_token", 0.0)
         if self._operations:
             peak = self.peak_tflops or peak_here(trainer)
-            self._full_tflops = peak * trainer.world_size if peak else None
+            self.full_tflops = peak * trainer.world_size if peak else None
 
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
@@ -181,9 +183,9 @@ class Metrics(StepCallback):
         if self.tokens_per_step is not None:
             tokens_per_second = len(durations) * self.tokens_per_step / seconds
             row["throughput/tokens_per_second"] = tokens_per_second
-            if self._full_tflops:
+            if self.full_tflops:
                 tflops = tokens_per_second * self._operations / 1e12
-                row["throughput/mfu"] = tflops / self._full_tflops
+                row["throughput/mfu"] = tflops / self.full_tflops
         elif self.batch is not None:
             samples = len(durations) * self.batch.global_size
             row["throughput/samples_per_second"] = samples / seconds

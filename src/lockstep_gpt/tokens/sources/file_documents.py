@@ -204,7 +204,8 @@ def refuse_other_encoding(piece: bytes, begin: int, path: str) -> None:
             remedy += f", for example from Latin-1: {convert}"
         raise UserError(
             f"{path} of the corpus is not UTF-8: byte {begin + error.start:,} is "
-            f"0x{piece[error.start]:02X}; {remedy}; or set data.source.invalid_utf8 to replace or skip"
+            f"0x{piece[error.start]:02X}; {remedy}; or set data.source.invalid_utf8 to replace or "
+            "skip"
         ) from None
 
 
@@ -215,13 +216,13 @@ class PathDocuments(FileDocuments):
     wanted: ClassVar[str] = ""  # pattern that the names of a folder's files must match
 
     path: str = setting(
-        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", decides=False
+        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", decides="place"
     )
     val_path: str | None = setting(
-        "files to validate on; null: val_fraction of `path`", None, decides=False
+        "files to validate on; null: val_fraction of `path`", None, decides="place"
     )
     test_path: str | None = setting(
-        "files to test on; null: test_fraction of `path`", None, decides=False
+        "files to test on; null: test_fraction of `path`", None, decides="place"
     )
 
     @cached_property

@@ -33,7 +33,7 @@ class HuggingFaceRows(Documents):
     kind: ClassVar[str] = "huggingface"
     added_later: ClassVar[frozenset[str]] = Documents.added_later | {"val_split", "test_split"}
 
-    path: str = setting("name on the hub, or a local folder", "", decides=False)
+    path: str = setting("name on the hub, or a local folder", "", decides="place")
     subset: str | None = setting("configuration of the dataset", None)
     revision: str | None = setting("branch, tag, or commit on the hub; null: newest", None)
     split: str = setting("the split of the dataset to read", "train")
@@ -119,8 +119,8 @@ class HuggingFaceRows(Documents):
                 names = rows.column_names or [self.field]
                 if self.field not in names:
                     raise UserError(
-                        f"data.source.path={self.path} lacks the field data.source.field={self.field}; it has "
-                        f"{', '.join(names)}"
+                        f"data.source.path={self.path} lacks the field "
+                        f"data.source.field={self.field}; it has {', '.join(names)}"
                     )
                 self._tables[part] = rows.select_columns(self.field)
         return self._tables[part]

@@ -94,8 +94,8 @@ def check_column(schema: Any, column: str, path: str) -> None:
     kind = str(schema.field(column).type)
     if not TEXT.match(kind):
         raise UserError(
-            f"{path} of the corpus has {kind} in the column data.source.column={column}, not text; it has "
-            f"{', '.join(schema.names)}"
+            f"{path} of the corpus has {kind} in the column data.source.column={column}, not text; "
+            f"it has {', '.join(schema.names)}"
         )
 
 

@@ -8,20 +8,21 @@ A wrong setting is named without its place, which is `data.source` on the comman
 
 from __future__ import annotations
 
+import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from hashlib import sha256
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import order
-from lockstep_gpt.settings import Checked, check, setting
+from lockstep_gpt.settings import Checked, Decides, check, setting
 from lockstep_gpt.tokens import tokenizer_choice
 from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
 from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
@@ -73,11 +74,11 @@ class Source(Checked, ABC):
     added_later: ClassVar[frozenset[str]] = frozenset({"test_fraction"})
     held_out: ClassVar[Any] = None  # what the validation split consists of, in words
 
-    root: str = setting("folder for prepared token files", "data", decides=False)
+    root: str = setting("folder for prepared token files", "data", decides="nothing")
     fingerprint: str | None = setting(
         "hash that the prepared tokens must have; null: that of the current corpus",
         None,
-        decides=False,
+        decides="nothing",
     )
     val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
     test_fraction: float = setting("fraction held out for tests", 0.0, at_least=0, below=1)
@@ -99,7 +100,17 @@ class Source(Checked, ABC):
     @classmethod
     def deciding(cls) -> list[str]:
         """Return the names of the settings that decide tokens."""
-        return [item.name for item in fields(cls) if item.metadata.get("decides", True)]
+        return [item.name for item in fields(cls) if decided_by(item) == "tokens"]
+
+    def marks(self) -> dict[str, Any]:
+        """Return, as JSON values, what can't change without a new look at the corpus."""
+        values = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if decided_by(item) != "nothing"
+        }
+        text = json.dumps({"kind": self.kind, **values}, default=_mark)
+        return cast("dict[str, Any]", json.loads(text))
 
     @abstractmethod
     def identity(self) -> Any:
@@ -145,6 +156,16 @@ class Source(Checked, ABC):
         return order.Shuffled(sum(sizes.values()), seed)
 
 
+def decided_by(item: Field[Any]) -> Decides:
+    """Return what a setting of a source decides; see `setting`."""
+    return cast(Decides, item.metadata.get("decides", "tokens"))
+
+
+def _mark(value: Any) -> Any:
+    """Return the marks of a source in a source; of what isn't plain, the class."""
+    return value.marks() if isinstance(value, Source) else type(value).__qualname__
+
+
 @dataclass
 class Documents(Source):
     """A corpus of text; a source of your own needs only `read_documents` and `identity`."""
@@ -161,7 +182,7 @@ class Documents(Source):
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
-    num_proc: int = setting("tokenizing processes", 1, decides=False, at_least=1, at_most=1024)
+    num_proc: int = setting("tokenizing processes", 1, decides="nothing", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
         """Also check that `vocab_size` fits the tokenizer, and set its default for `bpe`."""
@@ -308,8 +329,8 @@ def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], in
     invalid = len(texts) - len(good)
     if invalid and policy == "fail":
         raise UserError(
-            f"{path} of the corpus is not UTF-8; fix it, or set data.source.invalid_utf8 to replace or "
-            "skip"
+            f"{path} of the corpus is not UTF-8; fix it, or set data.source.invalid_utf8 to "
+            "replace or skip"
         )
     if invalid and policy == "replace":
         return [text.decode("utf-8", "replace").encode() for text in texts], invalid

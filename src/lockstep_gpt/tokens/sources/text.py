@@ -41,8 +41,8 @@ class Text(PathDocuments):
 @cache
 def _tell_of_json(corpus: str) -> None:
     logger.warning(
-        "data.source.path=%s has JSON lines, whose names and quotes become part of the training text; for "
-        "the texts in them: data=jsonl",
+        "data.source.path=%s has JSON lines, whose names and quotes become part of the training "
+        "text; for the texts in them: data=jsonl",
         corpus,
     )
 
@@ -50,8 +50,8 @@ def _tell_of_json(corpus: str) -> None:
 @cache  # once, although a tokenizer that learns reads the corpus, too
 def _tell_of_crlf(corpus: str) -> None:
     logger.warning(
-        "data.source.path=%s has lines that end in CRLF, as on Windows, and the CR becomes part of the "
-        "training text; to remove it from a file: sed -i 's/\\r$//' FILE",
+        "data.source.path=%s has lines that end in CRLF, as on Windows, and the CR becomes part of "
+        "the training text; to remove it from a file: sed -i 's/\\r$//' FILE",
         corpus,
     )
 

@@ -99,7 +99,7 @@ class TokenFiles(Source):
     kind: ClassVar[str] = "shards"
     added_later: ClassVar[frozenset[str]] = Source.added_later | {"test_path"}
 
-    path: str = setting("a file, a folder, a glob, or a URL", "", decides=False)
+    path: str = setting("a file, a folder, a glob, or a URL", "", decides="place")
     val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
@@ -176,7 +176,8 @@ class TokenFiles(Source):
                     ids = reader.read(offset, end)
                     if ids.max() >= self.vocab_size:
                         raise UserError(
-                            f"{path} of the corpus has the token {ids.max()}, but data.source.vocab_size="
+                            f"{path} of the corpus has the token {ids.max()}, but "
+                            "data.source.vocab_size="
                             f"{self.vocab_size}; raise it, or change data.source.dtype"
                         )
                     offset = end

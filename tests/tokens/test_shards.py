@@ -1,0 +1,224 @@
+import contextlib
+import hashlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.tokens.sealed_json import read_sealed, write_sealed
+from lockstep_gpt.tokens.shards import (
+    FORMAT,
+    Index,
+    Shard,
+    Split,
+    check_block_size,
+    check_content,
+    check_sizes,
+    load_index,
+    open_split,
+    write_index,
+)
+from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep_gpt.tokens.tokenizer import token_dtype
+from lockstep_gpt.tokens.windows import StreamWindows
+
+LIMIT = 65_536  # number of different two-byte tokens
+
+
+def index_of(train, val, dtype="<u2", vocab_size=9):
+    settings = {"source": "text", "val_fraction": 0.1}
+    tokenizer = {"kind": "words", "vocab_size": vocab_size}
+    splits = {"train": train, "val": val}
+    return Index(FORMAT, dtype, tokenizer, "f" * 64, {}, settings, splits)
+
+
+def written(folder, name, ids, dtype):
+    """Write ids in pieces and return their index entry."""
+    with contextlib.closing(SplitWriter(folder, name, dtype)) as writer:
+        for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
+            writer.append(piece)
+        return writer.saved()
+
+
+def shards(folder, train, val, vocab_size):
+    dtype = token_dtype(vocab_size).newbyteorder("<").str
+    splits = [written(folder, name, ids, dtype) for name, ids in (("train", train), ("val", val))]
+    write_index(folder, index_of(*splits, dtype, vocab_size))
+    return folder
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_537, "<u4")])
+def test_appended_tokens_are_read_back(tmp_path, vocab_size, dtype):
+    train, val = np.arange(vocab_size)[: LIMIT // 4], np.arange(vocab_size)[:99][::-1]
+    shards(tmp_path, train, val, vocab_size)
+    np.testing.assert_array_equal(open_split(tmp_path, "train"), train)
+    np.testing.assert_array_equal(open_split(tmp_path, "val"), val)
+    assert np.fromfile(tmp_path / "val-00000.bin", dtype=dtype).tolist() == val.tolist()
+
+
+def test_windows_are_cut_from_one_file_however_large(tmp_path):
+    ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 5)
+    shards(tmp_path, ids, range(5), 1000)
+    assert [path.name for path in tmp_path.glob("train*")] == ["train-00000.bin"]
+    expected = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
+    rows = np.random.default_rng(1).permutation(len(expected))
+    np.testing.assert_array_equal(StreamWindows(tmp_path, "train", 999)[rows], expected[rows])
+
+
+@pytest.mark.parametrize("tokens", [10, LIMIT])
+def test_a_split_is_read_only(tmp_path, tokens):
+    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
+
+
+def test_the_index_describes_the_files(tmp_path):
+    index = load_index(shards(tmp_path, range(LIMIT), range(7), LIMIT))
+    assert index.tokenizer["vocab_size"] == LIMIT
+    assert (index.splits["train"].tokens, index.splits["val"].tokens) == (LIMIT, 7)
+    assert {shard.file for shard in index.shards} == {path.name for path in tmp_path.glob("*.bin")}
+    for shard in index.shards:
+        content = (tmp_path / shard.file).read_bytes()
+        assert len(content) == 2 * shard.tokens
+        assert shard.sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_documents_are_counted_with_their_text(tmp_path):
+    with contextlib.closing(SplitWriter(tmp_path, "val", "u1")) as writer:
+        writer.append(np.frombuffer(b"abc\0\0", np.uint8), 2, 3)
+        writer.append(np.frombuffer(b"d\0", np.uint8), 1, 1)
+        split = writer.saved()
+    assert (split.tokens, split.documents, split.text_bytes) == (7, 3, 4)
+
+
+def test_a_changed_byte_is_found_by_the_checksum(tmp_path):
+    index = load_index(shards(tmp_path, range(10), range(5), 100))
+    check_content(tmp_path, index)
+    with (tmp_path / "val-00000.bin").open("r+b") as file:
+        file.write(b"x")
+    check_sizes(tmp_path, index)
+    with pytest.raises(UserError, match=r"val-00000.bin does not match its SHA-256; delete"):
+        check_content(tmp_path, index)
+
+
+@pytest.mark.parametrize("change", [b"", b"\0" * 9, b"\0" * 11])
+def test_a_file_of_another_size_is_rejected_with_a_remedy(tmp_path, change):
+    shards(tmp_path, range(10), range(5), 100)
+    (tmp_path / "train-00000.bin").write_bytes(change)
+    with pytest.raises(UserError, match=f"{len(change)} bytes, but.* 10; delete the folder"):
+        open_split(tmp_path, "train")
+
+
+def test_a_missing_file_is_rejected(tmp_path):
+    shards(tmp_path, range(10), range(5), 100)
+    (tmp_path / "val-00000.bin").unlink()
+    with pytest.raises(UserError, match=r"val-00000\.bin cannot be read"):
+        open_split(tmp_path, "train")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"format": 2}', b"\xff", b"3"])
+def test_a_damaged_index_is_rejected(tmp_path, content):
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"index\.json is damaged; delete the folder"):
+        load_index(tmp_path)
+
+
+def test_a_folder_without_index_is_rejected(tmp_path):
+    with pytest.raises(UserError, match=r"index\.json cannot be read"):
+        load_index(tmp_path)
+
+
+def test_another_format_is_rejected_by_number(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match=f"format 99, this version reads {FORMAT}"):
+        load_index(tmp_path)
+
+
+def test_a_split_is_one_part_unless_a_mixture_names_several():
+    index = index_of(Split(9), Split(8))
+    assert index.parts("train") == {"": "train"}
+    splits = {"train": Split(9), "b/train": Split(4), "val": Split(8), "a/train": Split(5)}
+    mixed = replace(index, splits=splits)
+    assert mixed.parts("train") == {"b": "b/train", "a": "a/train"}
+    assert mixed.parts("val") == {"": "val"}
+
+
+def of_sizes(train, val):
+    return index_of(Split(train), Split(val))
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
+def test_a_window_needs_one_token_more_than_the_block(tokens, count):
+    assert of_sizes(tokens, 1).windows("train", 8) == count
+
+
+def test_a_block_that_just_fits_passes():
+    check_block_size(of_sizes(1000, 9), 8)
+
+
+@pytest.mark.parametrize(("train", "val", "split"), [(1000, 8, "val"), (8, 1000, "train")])
+def test_a_block_longer_than_a_split_is_rejected_with_the_longest_that_fits(train, val, split):
+    with pytest.raises(UserError, match=f"{split} split has 8; set at most 7") as caught:
+        check_block_size(of_sizes(train, val), 8)
+    assert str(caught.value).endswith("give it more data (data.source.val_fraction=0.1)")
+
+
+@pytest.mark.parametrize(
+    ("share", "hint"), [({"test_fraction": 0.3}, " (data.source.test_fraction=0.3)"), ({}, "")]
+)
+def test_a_block_longer_than_the_test_split_names_its_own_setting(share, hint):
+    index = of_sizes(1000, 1000)
+    index.splits["test"] = Split(8)
+    index.settings.update(share)
+    with pytest.raises(UserError, match="the test split has 8; set at most 7") as caught:
+        check_block_size(index, 8)
+    assert str(caught.value).endswith(f"give it more data{hint}")
+
+
+def test_any_changed_value_of_an_index_is_found(tmp_path):
+    shards(tmp_path, range(10), range(5), 100)
+    path = tmp_path / "index.json"
+    content = path.read_bytes()
+    expected = load_index(tmp_path)
+    for place in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            assert load_index(tmp_path) == expected  # another kind of white space
+    path.write_text(json.dumps(json.loads(content)))
+    assert load_index(tmp_path) == expected
+
+
+def test_an_index_without_its_own_hash_is_one_of_an_earlier_version(tmp_path):
+    expected = load_index(shards(tmp_path, range(10), range(5), 100))
+    values = json.loads((tmp_path / "index.json").read_text())
+    del values["sha256"]
+    (tmp_path / "index.json").write_text(json.dumps(values))
+    assert load_index(tmp_path) == expected
+
+
+def test_a_value_that_only_another_version_records_of_a_split_is_ignored(tmp_path):
+    expected = load_index(shards(tmp_path, range(10), range(5), 100))
+    values = read_sealed(tmp_path / "index.json")
+    values["splits"]["train"]["more"] = 1
+    write_sealed(tmp_path / "index.json", values)
+    assert load_index(tmp_path) == expected
+
+
+def test_tokens_that_cannot_be_read_are_named(tmp_path):
+    index = load_index(shards(tmp_path, range(10), range(5), 100))
+    path = tmp_path / "train-00000.bin"
+    size = path.stat().st_size
+    path.unlink()
+    path.mkdir()
+    named = Shard(path.name, path.stat().st_size, "")  # a folder of the size that is expected
+    assert size != named.tokens
+    index = replace(index, splits={**index.splits, "train": Split(named.tokens, shards=[named])})
+    write_index(tmp_path, index)
+    with pytest.raises(UserError, match=r"train-00000\.bin cannot be mapped \(Is a directory\)"):
+        open_split(tmp_path, "train")
+    with pytest.raises(UserError, match=r"train-00000\.bin cannot be read \(Is a directory\)"):
+        check_content(tmp_path, index)
