@@ -80,7 +80,10 @@ class GPTModule(LightningModule):
         """Return the optimizer, and its rate as a function of the step."""
         optimizer = self.make_optimizer(self.model.named_parameters(), lr=self.schedule.peak)
         rate = lockstep.StepRate(optimizer, self.schedule.factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": rate, "interval": "step"},
+        }
 
 
 def count_targets(batch: Batch) -> Tensor:
