@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -211,10 +212,18 @@ def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = 
 
 
 def choices_among(source: Source, words: list[str]) -> list[str]:
-    """Return the words that choose a file of a group."""
+    """Return the words that choose a file of a group, and where else its files may be."""
     folder = _folder_of(source)
     names = {word: re.split("[=@]", word)[0].lstrip("+") for word in words if "=" in word}
-    return [word for word, name in names.items() if name and (folder / name).is_dir()]
+    chosen = [word for word, name in names.items() if name and (folder / name).is_dir()]
+    return [*chosen, *_search_path(words)]
+
+
+def _search_path(words: list[str]) -> list[str]:
+    """Return the setting that stands for the flag `--config-dir`, if it is among the words."""
+    folders = [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
+    folders += [word for flag, word in pairwise(words) if flag in ("--config-dir", "-cd")]
+    return [f"hydra.searchpath=['file://{Path(folder).absolute()}']" for folder in folders[-1:]]
 
 
 def _is_unlisted(word: str, values: dict[str, Any], known: Collection[str]) -> bool:
