@@ -23,10 +23,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lockstep_gpt.tokens.datamodule import TokenDataModule
+
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.loading.order import RankOrder
 from lockstep_gpt.tokens import prepare as preparing
-from lockstep_gpt.tokens.datamodule import TokenDataModule
 from lockstep_gpt.tokens.prepare import opened
 from lockstep_gpt.tokens.recipe import folder_of, recipe_of
 from lockstep_gpt.tokens.shards import FORMAT, Index, Shard, Split, write_index

@@ -13,4 +13,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _PACKAGE = Path(__file__).resolve().parent
 # The folder of the YAML files: in an installed package, else in the source tree.
-CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parents[1] / "configs"
+CONFIGS = (
+    _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parents[1] / "configs"
+)

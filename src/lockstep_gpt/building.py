@@ -171,6 +171,6 @@ def _joined(setting: str, own: Any, given: Any) -> Any:
     """Return what a node and the program both have: lists together; else raise a `UserError`."""
     if isinstance(own, list) and isinstance(given, list):
         return [*given, *own]
-    if own is None:
-        return given
+    if own is None or given is None:
+        return own if given is None else given
     raise UserError(f"{setting}={as_typed(own)} is for the program to decide; leave it out")

@@ -54,11 +54,6 @@ class GPTModule(LightningModule):
         if stage == "fit":
             lockstep.choose_matrix_products(self.trainer.strategy.root_device.type)
 
-    @property
-    def flops_per_token(self) -> int:
-        """Operations of the forward and backward pass, for `lockstep.Metrics`."""
-        return self.model.flops_per_token
-
     def configure_model(self) -> None:
         """Compile the model, or shard its blocks, as the strategy does it."""
         lockstep.place(self.model, self.trainer.strategy, compiled=self.compiled)
@@ -84,8 +79,8 @@ class GPTModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer, and its rate as a function of the step."""
         optimizer = self.make_optimizer(self.model.named_parameters(), lr=self.schedule.peak)
-        rate = {"scheduler": lockstep.StepRate(optimizer, self.schedule.factor), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": rate}
+        rate = lockstep.StepRate(optimizer, self.schedule.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
 
 def count_targets(batch: Batch) -> Tensor:

@@ -1,7 +1,6 @@
 """One run: on this machine's devices, under torchrun or srun, or on several machines."""
 
 import torch
-from hydra.utils import instantiate
 from lightning import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
@@ -16,10 +15,13 @@ def build(
 ) -> tuple[LightningModule, LightningDataModule, Trainer]:
     """Return what Lightning trains with; a notebook calls this with `lockstep.Run.alone()`."""
     tensor_parallel = cfg.strategy.get("tensor_parallel", 1)  # ranks that share samples
-    batch = instantiate(cfg.batch).spread_over(run.ranks, tensor_parallel=tensor_parallel)
+    size = run.recall("global_size")  # of a batch that grew with the devices of the first start
+    batch = lockstep.build(cfg.batch, global_size=size).spread_over(run.ranks, 1, tensor_parallel)
+    if batch.grows:
+        run.remember("global_size", batch.global_size)
     data = lockstep.build(cfg.data, batch=batch, seed=cfg.seed, run=run)
     peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
-    schedule = instantiate(cfg.schedule, steps=cfg.max_steps, peak=peak)
+    schedule = lockstep.build(cfg.schedule, steps=cfg.max_steps, peak=peak)
     torch.manual_seed(cfg.seed)  # all ranks draw the same initial weights
     vocab_size = getattr(data, "vocab_size", None)
     module = lockstep.build(cfg.module, schedule=schedule, vocab_size=vocab_size)
@@ -49,7 +51,8 @@ def build(
         plugins=run.plugins,
         default_root_dir=run.path,
     )
-    run.announce(trainer, data, batch, schedule)
+    scaled = f"{cfg.optim.lr:g} x {peak / cfg.optim.lr:g} = {peak:g} ({cfg.lr_scaling} in the batch)"
+    run.announce(trainer, module, data, batch, schedule, lr=scaled)
     return module, data, trainer
 
 

@@ -196,6 +196,8 @@ def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any])
 
 
 def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = False) -> None:
+    is_large = isinstance(value, int) and abs(value) >= 2**63  # more than torch's integers have
+    check(name, value, not is_large, f"must be at most {2**63 - 1}")
     if value is None or default is None or type(value) is type(default) or default == "???":
         return
     if isinstance(value, str) and "${" in value:

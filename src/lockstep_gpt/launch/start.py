@@ -33,7 +33,6 @@ Call = Callable[..., int]  # of a run directory, and where ranks of a launcher h
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]  # as `RunStart.prepare`
 
 
-
 class RunStart(Protocol):
     """One start of a run; new and resumed runs differ in how their directory is checked."""
 

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
+from torch import nn
 
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.flight_recorder import record_collectives
@@ -47,6 +47,7 @@ from lockstep_gpt.run.memory.files import KeptState
 from lockstep_gpt.run.memory.writer import KeepsStates
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.metrics_rows import STEP
+from lockstep_gpt.run.receipt import facts_of
 from lockstep_gpt.run.resuming import (
     CompareSettings,
     RefuseUnfit,
@@ -343,28 +344,21 @@ class Run:
 
         Args:
             trainer: is about to train.
-            parts: what else may have `receipt_lines`, such as a `Batch` and a `Schedule`.
+            parts: the module, and what may have `receipt_lines`, such as a `Batch` and a
+                `Schedule`.
             lines: more of them, by their labels, such as `batch="8 samples per step"`.
         """
         self.trainer = trainer
         if self.ranks.rank > 0 or (is_restart() and self.directory.has_begun()):
             return
-        receipt = {"run": str(self.path), **self._facts(trainer), **lines}
+        module = next((part for part in parts if isinstance(part, nn.Module)), None)
+        receipt = {"run": str(self.path), **facts_of(trainer, module), **lines}
         for part in [*parts, *_callbacks_of(trainer)]:
             if isinstance(part, InReceipt):
                 receipt |= part.receipt_lines()
         width = max(map(len, receipt))
         text = "\n".join(f"  {label:<{width}}  {line}" for label, line in receipt.items())
         logger.info("%s", text)
-
-    def _facts(self, trainer: Trainer) -> dict[str, str]:
-        device = trainer.strategy.root_device.type
-        threads = counted(torch.get_num_threads(), "thread")
-        return {
-            "devices": f"{trainer.world_size} x {device}, {threads} each",
-            "strategy": type(trainer.strategy).__name__,
-            "precision": str(trainer.precision),
-        }
 
     def _begin_metrics(self, trainer: Trainer) -> None:
         """Keep, on rank 0, the rows of `metrics.csv` up to where training begins."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import check_whole
 from lockstep_gpt.tokens.mapped_files import map_files
 from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
 
@@ -170,6 +171,7 @@ def open_splits(
 
 def check_block_size(index: Index, block_size: int) -> None:
     """Raise a `UserError` that names the longest context if a split is shorter than a window."""
+    check_whole("block_size", block_size, at_least=1)
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
             fraction = "test_fraction" if name.endswith("test") else "val_fraction"

@@ -36,7 +36,7 @@ class ClipAndSkip(StepCallback):
 
     def __init__(self, max_norm: float | None = None, max_skipped: int = 0) -> None:
         if max_norm is not None:
-            check_number("max_norm", max_norm, above=0)
+            check_number("clip_norm", max_norm, above=0)
         check_whole("max_skipped", max_skipped, at_least=0)
         self.max_norm = max_norm
         self.max_skipped = max_skipped

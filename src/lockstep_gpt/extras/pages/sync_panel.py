@@ -31,7 +31,6 @@ from lockstep_gpt.run.loggers.step_rows import log_row
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.settings import check_number, check_whole
-from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.training.counted_targets import CountTargets
 
 logger = logging.getLogger(__name__)

@@ -68,7 +68,7 @@ class StateInMemory(StepCallback, Checkpoint):
     def __post_init__(self) -> None:
         is_count = type(self.every) is int and self.every >= 1
         fits = is_count or self.every is False or self.every == "auto"
-        check("every", self.every, fits, "must be auto, false, or a number of steps from 1 on")
+        check("memory", self.every, fits, "must be auto, false, or a number of steps from 1 on")
         self._run = self.run or Run.current()
         self.ranks = self._run.ranks
         self.turns = MemoryTurns(self.every)

@@ -91,7 +91,7 @@ class Metrics(StepCallback):
     _world_size: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        check_whole("every", self.every, at_least=1)
+        check_whole("log_every", self.every, at_least=1)
         if self.peak_tflops is not None:
             check_number("peak_tflops", self.peak_tflops, above=0)
 
