@@ -240,7 +240,8 @@ def choices_among(source: Source, words: list[str]) -> list[str]:
     """Return the words that choose a file of a group, or a class, and where files are."""
     more = config_dirs(words)
     folders = [_folder_of(source), *more]
-    chosen = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in more)}]"]
+    places = ",".join(f"'file://{folder}'" for folder in more)
+    chosen = [f"hydra.searchpath=[{places}]"]
     for word in words:
         name = re.split("[=@]", word)[0].lstrip("+")
         is_group = "=" in word and name and any((folder / name).is_dir() for folder in folders)
