@@ -268,7 +268,7 @@ def test_a_sweep_of_an_argument_gets_the_monitored_value(train):
     watched = ("checkpoint.monitor=val/acc", "checkpoint.mode=max", "checkpoint.every=10")
     printed = train("--multirun", "run_dir=sweep", "module.lr=1e-5,1e-2", *watched).stdout
     assert "step 20/20  val_acc " in printed
-    table = printed.partition("\njob  exit   val_acc\n")[2].splitlines()
+    table = printed.partition("\njob  exit     value\n")[2].splitlines()
     summaries = [train.summary(f"sweep/{number}") for number in range(2)]
     for number, (line, summary) in enumerate(zip(table, summaries, strict=True)):
         rows = rows_of(train.folder / f"sweep/{number}")
@@ -276,8 +276,7 @@ def test_a_sweep_of_an_argument_gets_the_monitored_value(train):
         assert f"{values[-1]:.4f}" in line
         assert summary["monitored_value"] == pytest.approx(values[-1])
         assert summary["best_value"] == pytest.approx(max(values))
-    assert "module.lr=0.01  (highest)" in table[1]
-    assert "highest" not in table[0]
+    assert table[1].endswith("module.lr=0.01")
 
 
 @pytest.mark.slow
@@ -364,10 +363,6 @@ def test_a_module_of_ones_own_may_train_on_our_tokens(train):
         (["+module.lrr=1"], "module.lrr=1: Module has no argument lrr; did you mean lr?"),
         (["+data.roots=x"], "data.roots=x: Data has no argument roots; did you mean root?"),
         (["module._target_=mine.Data"], "module: Data needs batch; set module.batch"),
-        (
-            ["module._target_=mine.Rows", "module.first=0", "module.count=8"],
-            "mine.Rows is no Light",
-        ),
         (["checkpoint.monitor=val/accuracy"], "monitor=val/accuracy decides which checkpoints"),
     ],
 )
