@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.module import GPTModule
-from lockstep_gpt.training.trained_model import load_named_model
+from lockstep_gpt.trained_model import load_model
 
 CALLBACKS = "lightning.pytorch.callbacks"
 OF_USERS = """
@@ -179,7 +179,7 @@ def batches(config, vocab_size, seed):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_trained_model_trains_saves_and_logs_under_any_trainer(trained, tmp_path):
     def module():
-        _, model, config, tokenizer = load_named_model(trained)
+        model, config, tokenizer = load_model(trained)
         adamw = torch.optim.AdamW
         parts = GPTModule(
             model.train(),
@@ -215,4 +215,4 @@ def test_a_trained_model_trains_saves_and_logs_under_any_trainer(trained, tmp_pa
 def test_a_foreign_checkpoint_fails_in_one_line(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"no")
     with pytest.raises(UserError, match=r"x\.ckpt"):
-        load_named_model(tmp_path / "x.ckpt")
+        load_model(tmp_path / "x.ckpt")

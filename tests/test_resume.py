@@ -261,8 +261,8 @@ def test_samples_are_counted_not_computed_from_the_batch_of_today(command):
     command.train("run_dir=run", "batch.global_size=4", "batch.micro_size=4")
     command.train("resume=run", "resume_force=true", "max_steps=30", "run_dir=more")
     saved = torch.load(command.folder / "more/checkpoints/step=000030.ckpt")
-    assert saved["samples"] == 20 * 4 + 10 * 8
-    assert saved["tokens"] == saved["samples"] * 32
+    loader = saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+    assert loader == {"step": 30, "samples": 20 * 4 + 10 * 8}
 
 
 FORCED = ("run_dir=run", "resume=auto", "resume_force=true")

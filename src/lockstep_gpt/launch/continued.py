@@ -14,7 +14,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import composed, devices, launcher, start
@@ -53,13 +52,14 @@ def resume(
     settings = LaunchSettings.of(merged)
     is_open = "trainer.devices" not in (word.partition("=")[0] for word in composed.overrides())
     placement = devices.found(merged, settings, is_open=is_open)
+    devices.refuse_half(merged, placement)
     merged = {**composed.with_devices(merged, placement), "run_dir": str(run.path)}
     if not values.get("resume_force"):
         where = f"run_dir={run.path}"
         kept = recorded.get("kept", ())
-        refuse_other_experiment(where, resolved(recorded), resolved(merged), kept)
+        refuse_other_experiment(where, recorded, merged, kept)
         if any(_chooses_a_whole(override, values) for override in _overrides()):
-            refuse_other_experiment(where, resolved(recorded), resolved(values), kept)
+            refuse_other_experiment(where, recorded, values, kept)
     changes = changes_between(recorded, merged)
     summary = run.read_summary()
     if summary.get("status") == "done" and not changes:
@@ -127,15 +127,6 @@ def _remove(merged: DictConfig, name: str) -> None:
     node = OmegaConf.select(merged, parent) if parent else merged
     if isinstance(node, DictConfig):
         node.pop(last, None)
-
-
-def resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with their references resolved; as they are if one can't be resolved here."""
-    try:
-        plain = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    except OmegaConfBaseException:  # a variable of the environment isn't set, for example
-        return values
-    return cast(dict[str, Any], plain)
 
 
 def changes_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -230,7 +230,10 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         logging.getLogger().setLevel(LEVELS.get(whole.get("verbosity", "normal"), logging.INFO))
         if continues:
             return continued.resume(program.reference, program.rank, run, values, whole)
-        return _run_new(run, program, values)
+        status, value = _run_new(run, program, values)
+        if status and not run.path.exists():  # it has never trained
+            composed.remove_traces(run)
+        return status, value
     except (UserError, RunError, ReportedError):
         composed.remove_traces(run)
         raise
@@ -239,6 +242,7 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
 def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
+    devices.refuse_half(values, placement)
     spread_batches(values, placement, settings.min_nodes)
     is_named = values.get("run_dir") is not None
     values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
@@ -247,6 +251,8 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
             "this program is not a file, which each rank could run; write it to one, or set "
             "launch.inline=true to run it here"
         )
+    if values.get("resume") == "auto" and os.environ.get("RANK", "0") == "0":
+        print(f"{run.path} does not exist yet: starting a new run", flush=True)
     keep_hydra = partial(composed.keep_hydra, run)
     new = NewRun(run, values, program.reference or "", keep_hydra, is_named=is_named)
     status = start.start(new, program.rank)
