@@ -189,6 +189,8 @@ class Jobs:
         except (UserError, RunError) as error:
             processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
+        except ReportedError as error:
+            status = error.status
         if status and composed.runs_elsewhere():  # only an exception comes back from there
             raise ReportedError(status)
         self.results.append((words, status, value))

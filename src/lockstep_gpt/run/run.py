@@ -403,13 +403,15 @@ class Run:
             "saved": saved,
             "wall_seconds": time.perf_counter() - self._started,
         }
-        for callback in _callbacks_of(trainer):
-            if isinstance(callback, InSummary):
-                summary |= callback.in_summary(summary["step"])
         # After a failure, such as the loss of a peer, an unusable disk is no second one.
         is_failed = status == "failed"
-        is_tolerant = contextlib.suppress(OSError, UserError)
-        with is_tolerant if is_failed else self.directory.writing():
+        usual = contextlib.nullcontext()
+        tolerant = contextlib.suppress(OSError, UserError) if is_failed else usual
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, InSummary):
+                with tolerant:
+                    summary |= callback.in_summary(summary["step"])
+        with tolerant if is_failed else self.directory.writing():
             self.directory.write_summary(summary)
         for tracked in tracked_runs(trainer.loggers if trainer else []):
             tracked.close(status)
