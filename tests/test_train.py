@@ -71,7 +71,7 @@ def test_the_screen_shows_receipt_sample_and_next_command(finished):
     command, screen = finished
     for line in (
         "1 device x 1 node x 8 samples x 1 accumulation = 8 samples per step",
-        "0.003 x 1 = 0.003 (linear in the batch)",
+        "0.003 x 1 = 0.003 (linear)",
         "  | class to read",
         "generate runs/first --prompt ",
     ):
@@ -209,7 +209,7 @@ BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",
     "model=no_such": "model=no_such is not one of ",
-    "trainer.max_steps=7": "trainer.max_steps=7 is for the program to decide; leave it out",
+    "trainer.max_steps=7": "trainer.max_steps=7: the program gives max_steps=20; leave it out",
     "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
     "lr_scaling=no_such": "lr_scaling=no_such is not one of linear, sqrt, none",

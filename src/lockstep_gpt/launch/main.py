@@ -130,6 +130,7 @@ class Program:
         except ReportedError as error:
             return error.status
         except Interrupted as stop:
+            processes.print_error(f"{processes.program_name()}: {stop} before training began")
             return after_signal(stop.signum)
 
     @standard_streams.never_failing()
