@@ -182,7 +182,7 @@ def test_a_trained_model_trains_saves_and_logs_under_any_trainer(trained, tmp_pa
     def module():
         model, config, tokenizer = load_model(trained)
         parts = GPTModule(
-            lambda vocab_size: model.train(),
+            lambda **_: model.train(),
             lambda weights, lr: torch.optim.AdamW([weight for _, weight in weights], lr),
             Schedule(steps=6, peak=1e-3, decay="constant"),
             tokenizer.vocab_size,

@@ -73,7 +73,7 @@ def test_the_screen_shows_receipt_sample_and_next_command(finished):
         "1 device x 1 node x 8 samples x 1 accumulation = 8 samples per step",
         "0.003 x 1 = 0.003 (linear)",
         "  | class to read",
-        "generate runs/first --prompt ",
+        " generate runs/first\n",
     ):
         assert line in screen
     log = (command.folder / "runs/first/train.log").read_text()

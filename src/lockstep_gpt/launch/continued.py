@@ -161,7 +161,8 @@ class ContinuedRun:
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        files = (self.run.config, self.run.overrides)
+        run = self.run
+        files = (run.config, run.overrides, run.summary, run.failed)  # ranks write the last two
         self._files = {path: path.read_bytes() if path.exists() else None for path in files}
         with self.run.writing(UserError):
             with replacing(self.run.overrides) as file:
@@ -171,7 +172,7 @@ class ContinuedRun:
         print(f"resuming {self.run.path}", *self.changes, sep="\n  ")
 
     def undo(self) -> None:
-        """Restore the files that `freeze` has changed."""
+        """Restore the files that `freeze`, and ranks that refused to train, have changed."""
         for path, content in self._files.items():
             if content is None:
                 path.unlink(missing_ok=True)

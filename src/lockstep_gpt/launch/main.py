@@ -237,7 +237,7 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         if status and not run.path.exists():  # it has never trained
             composed.remove_traces(run)
         return status, value
-    except (UserError, RunError, ReportedError):
+    except (UserError, RunError, ReportedError, Interrupted):
         composed.remove_traces(run)
         raise
 
