@@ -200,7 +200,7 @@ def test_multirun_starts_a_run_of_two_ranks_for_each_job(command):
     ]
     losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 2)]
     assert [f"{loss:.4f}" in result.stdout for loss in losses] == [True, True]
-    assert "optim.lr=-1.0 must be above 0" in result.stderr
+    assert "optim.lr=-1 must be above 0" in result.stderr
     assert command.summary("sweep/0")["world_size"] == 2
     for job in (0, 2):  # together in wandb
         frozen = yaml.safe_load((command.folder / f"sweep/{job}/config.yaml").read_text())

@@ -127,7 +127,7 @@ def test_a_wrong_argument_is_one_line(arguments: dict[str, Any], line: str) -> N
 def test_a_wrong_rule_or_rate_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^lr_scaling=cubic is not one of linear, sqrt, none$"):
         scaled_lr(1e-3, Batch(8), "cubic")
-    with pytest.raises(UserError, match=r"^lr=-1 must be above 0$"):
+    with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
         scaled_lr(-1, Batch(8))
 
 

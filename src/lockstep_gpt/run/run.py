@@ -336,8 +336,10 @@ class Run:
         is_own = resumed.path.parent == self.directory.checkpoints
         if steps < 0 or resumed.step < steps or (is_own and resumed.step == steps):
             return
+        is_kept = isinstance(resumed, KeptState)
+        place = f"{self.path}'s state in memory" if is_kept else resumed.path
         raise UserError(
-            f"{resumed.path} is after step {resumed.step}, but this run ends after "
+            f"{place} is after step {resumed.step}, but this run ends after "
             f"{counted(steps, 'step')}; raise max_steps, or train less in a new run"
         )
 
