@@ -10,9 +10,10 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.module import GPTModule
-from lockstep_gpt.training.trained_model import load_named_model
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.schedule import Schedule
+from lockstep_gpt.trained_model import load_model
 
 CALLBACKS = "lightning.pytorch.callbacks"
 OF_USERS = """
@@ -105,7 +106,7 @@ def test_without_validation_checkpoints_are_saved_without_a_loss(command):
     stdout = command.train("run_dir=run", *words).stdout
     checkpoints = sorted(path.name for path in (command.folder / "run/checkpoints").glob("*.ckpt"))
     assert checkpoints == [f"step={step:06d}.ckpt" for step in (5, 10, 15, 20)]
-    assert re.search(r"done in \d+ s: no validation", stdout)
+    assert re.search(r"done in \d+ s: step 20\n", stdout)
     assert command.summary("run")["val_loss"] is None
 
 
@@ -156,7 +157,7 @@ def test_a_foreign_logger_has_the_configuration_and_our_rows(command):
         # Lightning counts steps from 0.
         ours = [(int(row["trainer/step"]) - 1, row[name]) for row in rows_of(command)]
         assert shown == [row for row in ours if row[1]] != []
-    assert "world_size: 1\n" in (folder / "hparams.yaml").read_text()
+    assert "global_batch_size: 8\n" in (folder / "hparams.yaml").read_text()
 
 
 @pytest.fixture
@@ -179,12 +180,12 @@ def batches(config, vocab_size, seed):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_trained_model_trains_saves_and_logs_under_any_trainer(trained, tmp_path):
     def module():
-        _, model, config, tokenizer = load_named_model(trained)
-        adamw = torch.optim.AdamW
+        model, config, tokenizer = load_model(trained)
         parts = GPTModule(
-            model.train(),
-            lambda weights: adamw([weight for _, weight in weights], 1e-3),
-            lambda _: 1.0,
+            lambda **_: model.train(),
+            lambda weights, lr: torch.optim.AdamW([weight for _, weight in weights], lr),
+            Schedule(steps=6, peak=1e-3, decay="constant"),
+            tokenizer.vocab_size,
         )
         return parts, [batches(config, tokenizer.vocab_size, seed) for seed in (1, 2)]
 
@@ -215,4 +216,4 @@ def test_a_trained_model_trains_saves_and_logs_under_any_trainer(trained, tmp_pa
 def test_a_foreign_checkpoint_fails_in_one_line(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"no")
     with pytest.raises(UserError, match=r"x\.ckpt"):
-        load_named_model(tmp_path / "x.ckpt")
+        load_model(tmp_path / "x.ckpt")

@@ -224,4 +224,4 @@ def train_again(command, words):
 def test_a_setting_that_is_none_is_refused(command):
     for value in ("0", "true", "often"):
         printed = command.train(f"memory={value}", "run_dir=run", status=2).stderr
-        assert f"memory={value} is neither auto, false, nor a number of steps" in printed
+        assert f"memory={value} must be auto, false, or a number of steps from 1 on" in printed

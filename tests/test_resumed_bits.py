@@ -13,7 +13,9 @@ SHARDS = {
     "reshard_after_forward": True,
     "param_dtype": "float32",
     "reduce_dtype": "float32",
+    "reduce_each": False,
     "save_parts": False,
+    "tensor_parallel": 1,
 }
 REPLICAS = {
     "process_group_backend": "gloo",

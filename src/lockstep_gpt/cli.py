@@ -87,8 +87,7 @@ def _run_command(words: list[str]) -> int:
     except ReportedError as error:
         return error.status
     except Interrupted as stop:
-        when = "before training began" if name == "train" else "before its end; start it again"
-        print(f"{PROGRAM} {name}: {stop} {when}", file=sys.stderr)
+        print(f"{PROGRAM} {name}: {stop} before its end; start it again", file=sys.stderr)
         return after_signal(stop.signum)
     except KeyboardInterrupt:
         return _report_interrupt(name)

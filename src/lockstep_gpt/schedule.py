@@ -48,7 +48,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check_whole("steps", self.steps, at_least=1)
+        check_whole("max_steps", self.steps, at_least=1)  # what a program calls them
         check_number("peak", self.peak, above=0)
         if self.warmup is not None:
             check_whole("warmup", self.warmup, at_least=0)

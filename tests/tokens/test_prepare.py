@@ -231,7 +231,8 @@ def test_named_tokens_are_not_rebuilt_from_another_corpus(corpus):
 def test_a_missing_folder_is_named_also_if_the_corpus_is_away(corpus):
     named = corpus(fingerprint="0" * 64)
     shutil.rmtree(named.path)
-    line = rf"^{named.root}/text-00000000 is missing, and cannot be prepared again \(data\.source\.path="
+    why = r"is missing, and cannot be prepared again \(data\.source\.path="
+    line = rf"^{named.root}/text-00000000 {why}"
     with pytest.raises(UserError, match=line) as caught:
         prepare(named)
     assert str(caught.value).endswith("or start a new run with data.fingerprint=null")

@@ -18,6 +18,7 @@ from lockstep_gpt.settings import check
 DEVICE_FILES = Path("/dev")
 MOST_RANKS = 1024  # of a machine
 MOST_NODES = 100_000
+HALF = ("16", "16-mixed")  # what Lightning calls float16 that isn't in all of the model
 
 
 def found(
@@ -56,6 +57,18 @@ def found(
     placement = Placement(accelerator, int(devices), nodes)
     variables.refuse_absent_interfaces(placement)
     return placement
+
+
+def refuse_half(values: Mapping[str, Any], placement: Placement) -> None:
+    """Raise a `UserError` for float16 on CPUs: Lightning would silently take bfloat16 there."""
+    trainer = values.get("trainer") or {}
+    for name, value in (("precision", values.get("precision")), *_named(trainer, "precision")):
+        is_possible = placement.accelerator != "cpu" or str(value) not in HALF
+        check(name, value, is_possible, "needs a GPU; set bf16-mixed or 32-true for CPUs")
+
+
+def _named(trainer: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    return [(f"trainer.{name}", trainer[name])] if name in trainer else []
 
 
 def _refuse_own_start(strategy: Any) -> None:

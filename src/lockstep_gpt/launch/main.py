@@ -130,6 +130,7 @@ class Program:
         except ReportedError as error:
             return error.status
         except Interrupted as stop:
+            processes.print_error(f"{processes.program_name()}: {stop} before training began")
             return after_signal(stop.signum)
 
     @standard_streams.never_failing()
@@ -189,6 +190,8 @@ class Jobs:
         except (UserError, RunError) as error:
             processes.print_error(f"{processes.program_name()}: {error}")
             status = int(error.status)
+        except ReportedError as error:
+            status = error.status
         if status and composed.runs_elsewhere():  # only an exception comes back from there
             raise ReportedError(status)
         self.results.append((words, status, value))
@@ -216,27 +219,33 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
     run = directory_of(config)
     try:
         values = composed.values_to_freeze(config)
-        composed.refuse_missing(values)
-        composed.refuse_other_kinds(program.source, [*words], values)
-        targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
+        continues = values.get("resume") == "auto" and run.config.is_file()
+        whole = continued.with_overrides(run.values(), values) if continues else values
+        composed.refuse_missing(whole)
+        composed.refuse_other_kinds(program.source, [*words], whole)
+        targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
         is_new = values.get("run_dir") is None and composed.is_named_after_time()
         if values.get("resume") == "auto" and is_new and not composed.is_sweep():
             raise UserError(
                 "resume=auto needs run_dir=runs/NAME, the run to continue or to start; set it, or "
                 "leave resume=auto out"
             )
-        return _run_in(run, program, values)
-    except (UserError, RunError, ReportedError):
+        logging.getLogger().setLevel(LEVELS.get(whole.get("verbosity", "normal"), logging.INFO))
+        if continues:
+            return continued.resume(program.reference, program.rank, run, values, whole)
+        status, value = _run_new(run, program, values)
+        if status and not run.path.exists():  # it has never trained
+            composed.remove_traces(run)
+        return status, value
+    except (UserError, RunError, ReportedError, Interrupted):
         composed.remove_traces(run)
         raise
 
 
-def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
-    logging.getLogger().setLevel(LEVELS.get(values.get("verbosity", "normal"), logging.INFO))
-    if values.get("resume") == "auto" and run.config.is_file():
-        return continued.resume(program.reference, program.rank, run, values)
+def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
+    devices.refuse_half(values, placement)
     spread_batches(values, placement, settings.min_nodes)
     is_named = values.get("run_dir") is not None
     values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
@@ -245,6 +254,8 @@ def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tupl
             "this program is not a file, which each rank could run; write it to one, or set "
             "launch.inline=true to run it here"
         )
+    if values.get("resume") == "auto" and os.environ.get("RANK", "0") == "0":
+        print(f"{run.path} does not exist yet: starting a new run", flush=True)
     keep_hydra = partial(composed.keep_hydra, run)
     new = NewRun(run, values, program.reference or "", keep_hydra, is_named=is_named)
     status = start.start(new, program.rank)

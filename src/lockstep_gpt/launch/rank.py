@@ -23,6 +23,7 @@ from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.run import Run
+from lockstep_gpt.settings import check_number
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
         run = None
         try:
             _restore_hydra(directory, ranks)
+            refuse_wrong_wait(values)
             run = _run_of(directory, values, ranks)
             run.terminal = terminal
             run.join(**_connection(values), store=store)
@@ -104,6 +106,12 @@ def _run_of(directory: RunDirectory, values: dict[str, Any], ranks: Ranks) -> Ru
         ranks=ranks,
         timeout=_strategy_of(values).get("timeout_seconds", LONGEST_WAIT),
     )
+
+
+def refuse_wrong_wait(values: dict[str, Any]) -> None:
+    """Raise a `UserError` for a limit with which ranks can't even meet."""
+    wait = _strategy_of(values).get("timeout_seconds", LONGEST_WAIT)
+    check_number("strategy.timeout_seconds", wait, above=0)
 
 
 def _connection(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import flat, some_of
+from lockstep_gpt.run.directory import flat, settled, some_of
 from lockstep_gpt.settings import as_typed
 
 
@@ -38,7 +38,16 @@ def refuse_other_experiment(
 
 
 def _kept_settings(values: Mapping[str, Any], kept: Collection[str]) -> dict[str, Any]:
-    """Return the settings of these names and groups, each by its full name."""
+    """Return the settings of these names and groups, each by its full name.
+
+    A reference to another setting is that setting's value. A reference to a group stays a text:
+    `kept` says what of that group is compared.
+    """
     groups = tuple(f"{name}." for name in kept)
     plain = json.loads(json.dumps(values, default=str))
-    return {name: value for name, value in flat(plain) if name in kept or name.startswith(groups)}
+    meant = dict(flat(settled(plain)))
+    return {
+        name: meant.get(name, value)
+        for name, value in flat(plain)
+        if name in kept or name.startswith(groups)
+    }

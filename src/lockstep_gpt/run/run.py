@@ -128,6 +128,7 @@ class Run:
         self.terminal: TextIO = sys.stderr  # shows failures, also those of other ranks than 0
         self._checkpoints: Saves | None = None
         self._disk: AtomicCheckpointIO | None = None
+        self._trackers: list[Logger] = []
         self._is_passing = False  # whether code needs a run that `lockstep.main` hasn't started
         self._started = time.perf_counter()
         _current = self
@@ -215,6 +216,7 @@ class Run:
         if self.ranks.rank > 0:
             return [self.metrics_csv]
         trackers = chosen_loggers(self.directory, nodes, self.config, facts)
+        self._trackers = trackers
         return [self.metrics_csv, *trackers]
 
     def join(
@@ -403,15 +405,18 @@ class Run:
             "saved": saved,
             "wall_seconds": time.perf_counter() - self._started,
         }
-        for callback in _callbacks_of(trainer):
-            if isinstance(callback, InSummary):
-                summary |= callback.in_summary(summary["step"])
         # After a failure, such as the loss of a peer, an unusable disk is no second one.
         is_failed = status == "failed"
-        is_tolerant = contextlib.suppress(OSError, UserError)
-        with is_tolerant if is_failed else self.directory.writing():
+        usual = contextlib.nullcontext()
+        tolerant = contextlib.suppress(OSError, UserError) if is_failed else usual
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, InSummary):
+                with tolerant:
+                    summary |= callback.in_summary(summary["step"])
+        with tolerant if is_failed else self.directory.writing():
             self.directory.write_summary(summary)
-        for tracked in tracked_runs(trainer.loggers if trainer else []):
+        # Without a Trainer, its assembly has failed.
+        for tracked in tracked_runs(trainer.loggers if trainer else self._trackers):
             tracked.close(status)
         if status in ("done", "stopped early"):
             leave()

@@ -113,8 +113,9 @@ def test_different_tokenizers_are_rejected(corpora, tmp_path):
     pytest.importorskip("tokenizers")
     data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")})
     line = (
-        r"data.source.sources.code and data.source.sources.prose have different tokenizers \(bytes of 256 ids "
-        r"and bpe of \d+ ids\), and a model has one; set the same data.source.sources.NAME.tokenizer, or "
+        r"data.source.sources.code and data.source.sources.prose have different tokenizers "
+        r"\(bytes of 256 ids and bpe of \d+ ids\), and a model has one; set the same "
+        r"data.source.sources.NAME.tokenizer, or "
         "data.source.tokenizer_from=code"
     )
     with pytest.raises(UserError, match=line):

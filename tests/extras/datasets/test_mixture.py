@@ -53,7 +53,8 @@ from lockstep_gpt.errors import UserError
         ({"schedule": [{"from": 0.5, "weights": {}}]}, r"must have a weight for a source"),
         (
             {"schedule": [{"from": at, "weights": {"code": 1}} for at in (0.5, 0.5)]},
-            r"data.source.schedule\[1\].from=0.5 must be a fraction of the run, above 0.5 and below 1",
+            r"data.source.schedule\[1\].from=0.5 must be a fraction of the run, above 0.5 and "
+            "below 1",
         ),
         ({"sources": {"more": 3}}, r"data.source.sources.more names no source: choose one, as in"),
         ({"sources": {"a b": {}}}, r"'a b' is not a name for a source; use letters"),

@@ -113,7 +113,8 @@ def test_a_damaged_file_is_one_clear_line(tmp_path, content):
 )
 def test_a_column_that_is_not_text_is_one_clear_line(tmp_path, rows, kind):
     write(tmp_path / "a.parquet", {"id": rows, "text": rows})
-    line = rf"a\.parquet of the corpus has {kind} in the column data\.source\.column=text, not text; it has"
+    column = r"the column data\.source\.column=text"
+    line = rf"a\.parquet of the corpus has {kind} in {column}, not text; it has"
     with pytest.raises(UserError, match=f"{line} id, text") as caught:
         texts(settings(tmp_path))
     assert "\n" not in str(caught.value)

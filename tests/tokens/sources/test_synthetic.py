@@ -27,7 +27,7 @@ from lockstep_gpt.tokens.tokenizer_choice import from_dict
     ],
 )
 def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, rule):
-    with pytest.raises(UserError, match=f"^data\\.{name}={value} {rule}$"):
+    with pytest.raises(UserError, match=f"^{name}={value} {rule}$"):
         RandomTokens(**{name: value})
 
 

@@ -196,7 +196,8 @@ def test_a_header_that_counts_other_tokens_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_token_above_the_vocabulary_is_rejected_by_name(tmp_path, writer):
     path = writer(tmp_path, [[1, 2], [300]])
-    line = r"\.bin of the corpus has the token 300, but data\.source\.vocab_size=300; raise it, or change d"
+    size = r"data\.source\.vocab_size=300"
+    line = rf"\.bin of the corpus has the token 300, but {size}; raise it, or change d"
     with pytest.raises(UserError, match=line):
         blocks(corpus(path, vocab_size=300))
 
@@ -267,7 +268,8 @@ def test_the_tokenizer_is_saved_with_the_tokens(tmp_path, tokenizer):
 
 def test_a_tokenizer_of_another_size_is_rejected(tmp_path, tokenizer):
     source = corpus(write(tmp_path / "t.bin", IDS), tokenizer=str(tmp_path / "tokenizer.json"))
-    line = rf"data\.source\.vocab_size=50257 is not that of .*; set data\.source\.vocab_size={tokenizer.vocab_size}"
+    size = r"data\.source\.vocab_size="
+    line = rf"{size}50257 is not that of .*; set {size}{tokenizer.vocab_size}"
     with pytest.raises(UserError, match=line):
         source.make_tokenizer()
 
@@ -313,7 +315,8 @@ def test_another_vocabulary_for_prepared_numbers_is_refused(tmp_path):
     folder = prepare(corpus(path, **settings))
     assert prepare(corpus(path, **settings)) == folder
     other = corpus(path, **settings | {"vocab_size": 700})
-    rule = rf"^data\.source\.vocab_size=700: {folder} was prepared with 600; set data\.source\.vocab_size=600, or "
+    size = r"data\.source\.vocab_size="
+    rule = rf"^{size}700: {folder} was prepared with 600; set {size}600, or "
     with pytest.raises(UserError, match=rule):
         prepare(other)
     other.fingerprint = load_index(folder).fingerprint  # as in a run from before this check
