@@ -125,5 +125,5 @@ def test_a_dry_run_keeps_none(foreign, directory):
 @pytest.mark.parametrize("every", [0, -1, True, "often", 1.5])
 def test_other_intervals_are_refused(directory, every):
     """One line says what is possible."""
-    with pytest.raises(UserError, match=r"^every=\S+ must be auto, false, or a number of steps"):
+    with pytest.raises(UserError, match=r"^memory=\S+ must be auto, false, or a number of steps"):
         StateInMemory(Run(directory.path, {}), every=every)

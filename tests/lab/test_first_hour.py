@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lockstep_gpt.config import from_container
+from lockstep_gpt.training.building import schedule_of
 from packaging.requirements import Requirement
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import from_container
-from lockstep_gpt.training.building import schedule_of
 
 FOLDER = Path(__file__).parents[2] / "lab/first_hour"
 LIST = """

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.checkpoint import (
@@ -28,7 +27,8 @@ from lockstep_gpt.run.checkpoint import (
 from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, SavedShards, joined
 from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint_sums import fault_of, sum_path
-from lockstep_gpt.training.trained_model import load_model
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.trained_model import load_model
 
 CONFIG = {"max_steps": 10}
 

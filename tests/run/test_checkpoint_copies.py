@@ -4,7 +4,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies as remote
 from lockstep_gpt.run import checkpoint_downloads
@@ -13,6 +12,7 @@ from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.frozen_file import frozen_text
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer().to_dict()
 

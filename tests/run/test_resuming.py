@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
+from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
 from lockstep_gpt.run.checkpoint import (

@@ -19,7 +19,7 @@ from lockstep_gpt.training.owned_matrices import OwnedMatrices, owners_of
 SHAPES = [(20, 30), (30, 20), (17, 17), (20, 30), (20, 30), (30, 20), (20, 30)]
 SHORT = [(16, 40), (8, 8), (40, 16), (16, 40)]  # which no rank owns
 GPT = {"architecture": "gpt", "n_layer": 2, "n_embd": 32, "bias": False}
-MODERN = {"architecture": "modern", "n_layer": 2, "n_embd": 32, "bias": False}
+MODERN = {"architecture": "modern", "n_layer": 2, "n_embd": 32}
 
 
 def sizes_of_layers(layers, width):
