@@ -39,7 +39,7 @@ def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(mon
     directory, called = RunDirectory(tmp_path), []
     directory.create({"trainer": {"accelerator": "cpu"}})
     (tmp_path / HYDRA_FILE).parent.mkdir()
-    (tmp_path / HYDRA_FILE).write_text("hydra: {}")
+    (tmp_path / HYDRA_FILE).write_text("hydra: {job_logging: {root: null}}")
     assert rank.call(called.append, directory) != Exit.DONE
     assert directory.read_failure()["error"].startswith("DistBackendError: NCCL error in: here")
     assert not called
