@@ -52,15 +52,12 @@ def build(node: Any, **given: Any) -> Any:
     function = imported(target, place)
     accepted = inspect.signature(function).parameters
     takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
-    arguments = {name: value for name, value in given.items() if takes_any or name in accepted}
+    arguments = {name: value for name, value in given.items() if name in accepted}
     _refuse_unknown(place, values, {} if takes_any else accepted)
     own = _own_arguments(values, place)
     for name in own.keys() & arguments.keys():
         arguments[name] = _joined(f"{place}.{name}".lstrip("."), own.pop(name), arguments[name])
-    try:
-        inspect.signature(function).bind(**own, **arguments)
-    except TypeError as error:  # such as a required argument that nobody gives
-        raise UserError(f"{place}: {target.rpartition('.')[2]} has {error}".lstrip(": ")) from None
+    _refuse_lacking(place, target, accepted, {**own, **arguments})
     try:
         return function(**own, **arguments)
     except UserError as mistake:
@@ -165,6 +162,22 @@ def _refuse_unknown(place: str, values: dict[str, Any], accepted: Mapping[str, A
         near = get_close_matches(name, accepted, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; leave it out"
         raise UserError(f"{place}.{name}: {called} has no argument {name}{hint}".lstrip("."))
+
+
+def _refuse_lacking(
+    place: str, target: str, accepted: Mapping[str, inspect.Parameter], given: Collection[str]
+) -> None:
+    """Raise a `UserError` for required arguments that nobody gives."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    lacking = [
+        name
+        for name, item in accepted.items()
+        if item.default is item.empty and item.kind not in variable and name not in given
+    ]
+    if lacking:
+        settings = " and ".join(f"{place}.{name}".lstrip(".") for name in lacking)
+        called = target.rpartition(".")[2]
+        raise UserError(f"{place}: {called} needs {' and '.join(lacking)}; set {settings}")
 
 
 def _joined(setting: str, own: Any, given: Any) -> Any:

@@ -79,8 +79,11 @@ class GPTModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer, and its rate as a function of the step."""
         optimizer = self.make_optimizer(self.model.named_parameters(), lr=self.schedule.peak)
-        rate = {"scheduler": lockstep.StepRate(optimizer, self.schedule.factor), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": rate}
+        rate = lockstep.StepRate(optimizer, self.schedule.factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": rate, "interval": "step"},
+        }
 
 
 def count_targets(batch: Batch) -> Tensor:

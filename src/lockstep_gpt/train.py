@@ -51,8 +51,8 @@ def build(
         plugins=run.plugins,
         default_root_dir=run.path,
     )
-    scaled = f"{cfg.optim.lr:g} x {peak / cfg.optim.lr:g} = {peak:g} ({cfg.lr_scaling} in the batch)"
-    run.announce(trainer, module, data, batch, schedule, lr=scaled)
+    scaling = f"{cfg.optim.lr:g} x {peak / cfg.optim.lr:g} = {peak:g} ({cfg.lr_scaling})"
+    run.announce(trainer, module, data, batch, schedule, lr=scaling)
     return module, data, trainer
 
 

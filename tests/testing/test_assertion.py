@@ -8,7 +8,7 @@ import pytest
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.testing import assert_lockstep, experiment
 from lockstep_gpt.testing.assertion import completed
-from lockstep_gpt.testing.experiment import command_of
+from lockstep_gpt.testing.experiment import command_of, joined
 
 PACKAGE = assert_lockstep.__module__.partition(".")[0]
 EXACT = "batch.exact_micro_size=2"
@@ -130,8 +130,8 @@ def test_a_rank_s_own_order_of_samples_is_found_as_data(check, command):
     (choice / "by_rank.yaml").write_text(
         "_target_: planted.DataByRank\nblock_size: ${model.block_size}\n"
     )
-    own = [f"--config-dir={choice.parent}", "data=by_rank"]
-    *_, begins, cause, remedy = failure_of(check, *own, EXACT)
+    own = ["data=by_rank", f"--config-dir={choice.parent}"]
+    *_, begins, cause, remedy = failure_of(check, EXACT, *own)
     assert begins.startswith("begins at: step 1, the samples: ")
     assert begins.endswith("of 8 samples are others")
     assert cause.startswith("cause: data by rank")
@@ -241,14 +241,22 @@ def test_main_is_a_package_or_the_words_of_a_command():
 
 def test_what_the_overrides_set_is_not_set_again():
     assert completed(["a=1"], None) == [
+        "a=1",
         "trainer.accelerator=cpu",
         "logger=none",
         "log_every=1",
-        "a=1",
     ]
     assert completed(["trainer=gpu", "logger=csv"], 5) == [
-        "log_every=1",
-        "checkpoint.every=4",
         "trainer=gpu",
         "logger=csv",
+        "log_every=1",
+        "checkpoint.every=4",
     ]
+
+
+@pytest.mark.parametrize(
+    "words", [["--config-dir", "own", "a=1"], ["a=1", "--config-dir=own"], ["a=1", "-cd", "own"]]
+)
+def test_settings_of_a_check_are_on_the_same_side_of_flags_as_the_others(words):
+    place = words.index("a=1")
+    assert joined(words, ["b=2"]) == [*words[: place + 1], "b=2", *words[place + 1 :]]

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +44,11 @@ OURS = re.compile(r"(run_dir|run_name|resume|resume_force|trust_run_dir|verbosit
 # Hydra would read a number, and write 1e3 as 1000.0 and 1.10 as 1.1.
 NUMBER_AS_NAME = re.compile(
     r"(run_dir|run_name|resume)=[-+]?[\d._]*\d[\d._]*(e[-+]?[\d_]+)?", re.IGNORECASE
+)
+# Flags of Hydra that take the next word.
+WITH_VALUE = (
+    *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
+    *("-cd", "--config-dir", "--experimental-rerun"),
 )
 HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
 # What composing may raise.
@@ -95,7 +101,7 @@ def for_hydra(words: list[str]) -> list[str]:
     named = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
     hydras = [f"hydra.{kind}.dir=" for kind in ("run", "sweep")]
     placed = [word for word in words if word.startswith(tuple(hydras))]
-    added_words = [added(quoted(word)) for word in words]
+    added_words = settings_first([added(quoted(word)) for word in words])
     if not named or placed or named[-1] in ("", "null"):
         return added_words
     path = Path(named[-1].strip("'\""))
@@ -109,10 +115,28 @@ def for_hydra(words: list[str]) -> list[str]:
 
 
 def with_overrides(words: list[str], more: list[str]) -> list[str]:
-    """Add overrides beside the others: Hydra's parser refuses those on both sides of a flag."""
-    is_override = [not word.startswith("-") and "=" in word for word in words]
-    first = is_override.index(True) if any(is_override) else len(words)
-    return [*words[:first], *more, *words[first:]]
+    """Add overrides beside the others."""
+    return settings_first([*more, *words])
+
+
+def settings_first(words: list[str]) -> list[str]:
+    """Return words with all settings before the flags: Hydra's parser needs one sequence."""
+    settings: list[str] = []
+    flags: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = before in WITH_VALUE or (before == "--info" and "=" not in word)
+        if is_value or word.startswith("-"):
+            flags.append(word)
+        else:
+            settings.append(word)
+    return [*settings, *flags]
+
+
+def config_dirs(words: list[str]) -> list[Path]:
+    """Return the folders of `--config-dir`, where more YAML files are."""
+    named = [word for before, word in pairwise(words) if before in ("-cd", "--config-dir")]
+    named += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
+    return [Path(name).absolute() for name in named]
 
 
 def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> None:
@@ -213,10 +237,17 @@ def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = 
 
 
 def choices_among(source: Source, words: list[str]) -> list[str]:
-    """Return the words that choose a file of a group."""
-    folder = _folder_of(source)
-    names = {word: re.split("[=@]", word)[0].lstrip("+") for word in words if "=" in word}
-    return [word for word, name in names.items() if name and (folder / name).is_dir()]
+    """Return the words that choose a file of a group, or a class, and where files are."""
+    more = config_dirs(words)
+    folders = [_folder_of(source), *more]
+    places = ",".join(f"'file://{folder}'" for folder in more)
+    chosen = [f"hydra.searchpath=[{places}]"]
+    for word in words:
+        name = re.split("[=@]", word)[0].lstrip("+")
+        is_group = "=" in word and name and any((folder / name).is_dir() for folder in folders)
+        if is_group or (name.endswith("._target_") and not word.startswith("-")):
+            chosen.append(word)
+    return chosen if more else chosen[1:]
 
 
 def _is_unlisted(word: str, values: dict[str, Any], known: Collection[str]) -> bool:

@@ -19,11 +19,11 @@ PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\
 
 
 def own_folders() -> list[Path]:
-    """Return the folders of YAML files that Hydra searches for this command."""
+    """Return the folder of the program's YAML files; others may be someone else's."""
     if not HydraConfig.initialized():
         return []
     sources = HydraConfig.get().runtime.config_sources
-    return [Path(source.path) for source in sources if source.schema == "file"]
+    return [Path(source.path) for source in sources if source.provider == "main"]
 
 
 def foreign_settings(values: dict[str, Any], folders: Iterable[Path]) -> list[str]:

@@ -18,7 +18,7 @@ from lockstep_gpt.testing.diagnosis import (
     metric_finding,
     read_recording,
 )
-from lockstep_gpt.testing.experiment import Experiment, FailedRunError, callback
+from lockstep_gpt.testing.experiment import Experiment, FailedRunError, callback, joined
 from lockstep_gpt.testing.results import (
     STEP,
     Differences,
@@ -76,7 +76,7 @@ def assert_lockstep(
             tensor, and the likeliest cause.
         UserError: the arguments can't be checked.
     """
-    words = [*overrides, *([f"precision={precision}"] if precision else [])]
+    words = joined(overrides, [f"precision={precision}"] if precision else [])
     check(main, words, ranks, tolerance, kill_after, _say_nothing, log_tolerance)
 
 
@@ -155,7 +155,7 @@ def completed(overrides: Sequence[str], kill_after: int | None) -> list[str]:
         settings[f"checkpoint.every={every}"] = ("checkpoint.every",)
     chosen = {word.lstrip("+").partition("=")[0] for word in overrides}
     needed = [word for word, names in settings.items() if not chosen.intersection(names)]
-    return [*needed, *overrides]
+    return joined(overrides, needed)
 
 
 class Check:

@@ -47,7 +47,7 @@ class Experiment:
 
     def train(self, name: str, ranks: int, *more: str) -> RunDirectory:
         """Train to the end on so many ranks; return the run, or raise a `FailedRunError`."""
-        with self._started(name, ranks, *self._words(ranks), *more) as process:
+        with self._started(name, ranks, self._words(ranks, more)) as process:
             self._finish(name, ranks, process)
         return self._directory(name)
 
@@ -65,7 +65,7 @@ class Experiment:
         notes = self._folder / f"{name}.kills"
         notes.mkdir()
         kills = callback("kills", "kills.Kills", folder=notes, after=after)
-        with self._started(name, ranks, *self._words(ranks), *kills, *more) as process:
+        with self._started(name, ranks, self._words(ranks, [*kills, *more])) as process:
             note = notes / "command"
             self._wait(ranks, process, note.exists)
             if process.poll() is not None:
@@ -80,23 +80,25 @@ class Experiment:
         if left:
             of_run = counted(left, "process")
             raise FailedRunError(f"{of_run} outlived the command that was killed", 1)
-        with self._started(name, ranks, "resume=auto", "trust_run_dir=true") as process:
+        with self._started(name, ranks, ["resume=auto", "trust_run_dir=true"]) as process:
             self._finish(name, ranks, process)
         return self._directory(name)
 
-    def _words(self, ranks: int) -> list[str]:
-        return [*self._overrides, f"trainer.devices={ranks}"]
+    def _words(self, ranks: int, more: Sequence[str]) -> list[str]:
+        return joined(self._overrides, [f"trainer.devices={ranks}", *more])
 
     def _directory(self, name: str) -> RunDirectory:
         return RunDirectory(self._folder / name)
 
     @contextlib.contextmanager
-    def _started(self, name: str, ranks: int, *words: str) -> Iterator[subprocess.Popen[str]]:
+    def _started(
+        self, name: str, ranks: int, words: Sequence[str]
+    ) -> Iterator[subprocess.Popen[str]]:
         """Start a command of a run; it doesn't outlive the block."""
-        place = f"run_dir={self._folder / name}"
+        words = joined(words, [f"run_dir={self._folder / name}"])
         with self._output(name).open("a", encoding="utf-8") as output:
             process = subprocess.Popen(
-                [*(word.replace(RANKS, str(ranks)) for word in self._command), *words, place],
+                [*(word.replace(RANKS, str(ranks)) for word in self._command), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -158,6 +160,13 @@ def command_of(main: str | Sequence[str]) -> list[str]:
             "the words of a command as a list"
         )
     return [sys.executable, "-m", main, "train"]
+
+
+def joined(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Add overrides after the others: Hydra's parser refuses those on both sides of a flag."""
+    places = [place for place, word in enumerate(words) if word[0] != "-" and "=" in word]
+    end = places[-1] + 1 if places else 0
+    return [*words[:end], *more, *words[end:]]
 
 
 def callback(name: str, target: str, **arguments: object) -> list[str]:

@@ -40,3 +40,11 @@ def test_a_measured_speed_is_between_zero_and_the_peak(composed):
         if speed.utilisation < 2:  # small products can beat the large one's cache misses
             return
     pytest.fail(f"{speed} is faster than its peak")
+
+
+@pytest.mark.parametrize(("words", "vocab_size"), [([], None), (["~model.n_layer"], 256)])
+def test_a_step_is_timed_only_of_a_model_whose_depth_is_known(composed, words, vocab_size):
+    config = composed(*words)
+    speed = measure(config, torch.device("cpu"), vocab_size, lambda: None)
+    assert speed.compute > 1e6
+    assert speed.utilisation is None

@@ -59,8 +59,8 @@ def test_a_wrong_setting_fails_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["single_device.py", "optim.lrr=1"])
     with pytest.raises(SystemExit, match="2"):
         single_device.main(single_device.single_device)
-    line = "single_device.py: unknown setting optim.lrr; did you mean optim.lr?\n"
-    assert capsys.readouterr().err == line
+    line = "single_device.py: unknown setting optim.lrr; did you mean optim.lr?"
+    assert capsys.readouterr().err == f"{line} (+optim.lrr=... would add it)\n"
 
 
 @pytest.mark.usefixtures("modules")

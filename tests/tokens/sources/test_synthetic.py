@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep_gpt.trained_model import load_model
 
 from lockstep_gpt import generate
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.inference.evaluate import evaluate
-from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.evaluate import configuration
+from lockstep_gpt.measure import of_split
+from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import open_split
 from lockstep_gpt.tokens.sources.source import Position
@@ -136,6 +136,8 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
 
 
 def test_numbers_are_not_counted_as_bytes(number_run):
-    result = evaluate(*load_model(find_checkpoint(number_run))[:2], 32)
+    path = find_checkpoint(number_run)
+    content = read_checkpoint(path)
+    result = of_split(configuration(path, content), path, content)
     assert result["tokens"] == 1984
     assert "bits_per_byte" not in result

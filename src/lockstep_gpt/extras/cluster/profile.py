@@ -17,7 +17,7 @@ from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.settings import counted
 
 UNMEASURED = "not measured: assumed"
-UNTRIED = "; the utilization is assumed, because one sample takes too long"
+UNTRIED = "; the utilization is assumed, because no step of the model was timed"
 
 
 def profile(

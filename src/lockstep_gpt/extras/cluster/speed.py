@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from lockstep_gpt.distributed.matrix_products import choose_matrix_products
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.choices import with_values
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.extras.cluster.tracing import AUTOCAST, built, shaped, step
@@ -106,20 +107,26 @@ def _utilisation(
     """Time forward and backward of the configured model, cut to a depth that takes only a moment.
 
     Returns:
-        The step's FLOP/s as a fraction of `compute`; None if one sample of this depth is too much.
+        The step's FLOP/s as a fraction of `compute`; None if one sample of this depth is too much,
+        or if the run's model has no depth to cut, or parts that can't be counted.
     """
-    if vocab_size is None:
+    if vocab_size is None or "n_layer" not in config.model:
         return None
     shape = with_values(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
-    with torch.device("meta"):
-        flops = shaped(shape, vocab_size, config.precision).flops_per_token * int(shape.block_size)
+    try:
+        with torch.device("meta"):
+            model = shaped(shape, vocab_size, config.precision)
+    except UserError:
+        return None
+    flops = model.flops_per_token * model.block_size
     micro_size = math.floor(STEP_FLOPS[device.type] / flops)
     if micro_size < 1:
         return None
-    micro_size = min(micro_size, config.batch.micro_size or config.batch.global_size or 1)
+    sizes = (config.batch.get(name) for name in ("micro_size", "global_size"))
+    micro_size = min(micro_size, next(filter(None, sizes), 1))
     with torch.device(device):
         model = built(shape, vocab_size, config.precision)
-    size = (micro_size, shape.block_size)
+    size = (micro_size, model.block_size)
     seconds = best_seconds(lambda: step(model, *size, config.precision), device, repeats=3)
     return micro_size * flops / seconds / compute
 
