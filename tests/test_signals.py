@@ -150,11 +150,11 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_
 PREPARES = """
 import sys, time
 from lockstep_gpt import cli
-from lockstep_gpt.tokens import prepare
+from lockstep_gpt.launch import devices
 def hang(*_):
     open("prepares", "w").close()
     time.sleep(600)
-prepare.prepare = hang
+devices.found = hang
 cli.run()
 """
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.settings import check_number
 from lockstep_gpt.training.muon import Muon
 
@@ -135,7 +136,15 @@ def keep_own_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     An optimizer calls it with each state that it loads, once it is registered:
     `optimizer.register_load_state_dict_pre_hook(keep_own_settings)`. A rate that a scheduler
     changes is the saved one: schedulers of torch don't set it again when they are restored.
+
+    Raises:
+        UserError: the state is of another optimizer.
     """
+    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+        raise UserError(
+            f"optim: the checkpoint has no state of {type(optimizer).__name__}, but of another "
+            "optimizer; use the same, or start a new run with its weights: init_from=CHECKPOINT"
+        )
     groups = []
     for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         group = {**ours, "params": saved["params"]}

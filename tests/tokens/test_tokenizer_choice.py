@@ -454,9 +454,7 @@ def test_only_classes_of_this_package_are_rebuilt():
 def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):
     assert Text(tokenizer=tokenizer_module(CHARACTERS), vocab_size=30).vocab_size == 30
     assert Text(tokenizer="bpe").vocab_size == 8192
-    with pytest.raises(
-        UserError, match=r"^vocab_size=30 must be at least 257 for bpe"
-    ):
+    with pytest.raises(UserError, match=r"^vocab_size=30 must be at least 257 for bpe"):
         Text(tokenizer="bpe", vocab_size=30)
     for name in ("bytes", "gpt2"):
         with pytest.raises(UserError, match=rf"has no effect with tokenizer={name}; set .+=bpe"):

@@ -109,9 +109,28 @@ def for_hydra(words: list[str]) -> list[str]:
     if path.is_file():
         raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
     places = [f"{setting}{place}" for setting in hydras]
-    if (path / "config.yaml").is_file():  # a run: what Hydra has written there stays
+    run = RunDirectory(path)
+    if run.config.is_file():  # what Hydra has written there stays
         places.append("hydra.output_subdir=null")
+        if "resume=auto" in (word.replace('"', "").replace("'", "") for word in words):
+            added_words = with_recorded(added_words, run.values())
     return with_overrides(added_words, places)
+
+
+def with_recorded(words: list[str], recorded: dict[str, Any]) -> list[str]:
+    """Let Hydra accept settings that a recorded configuration has, as if with a `++`.
+
+    What a run has chosen may have other settings than what the YAML files choose by default.
+    """
+    known = {name for name, _ in flat(recorded)}
+    inner = {name.rpartition(".")[0] for name in known if name.count(".") > 1}
+    names = {word: word.partition("=")[0] for word in words if "=" in word}
+    return [
+        f"++{word}"
+        if names.get(word) in known | inner or _is_unlisted(word, recorded, known)
+        else word
+        for word in words
+    ]
 
 
 def with_overrides(words: list[str], more: list[str]) -> list[str]:

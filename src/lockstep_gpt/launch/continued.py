@@ -12,16 +12,18 @@ from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed, devices, launcher, start
+from lockstep_gpt.launch import composed, devices, launcher, start, usable_files
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.run import trust
 from lockstep_gpt.run.directory import RunDirectory, flat
 from lockstep_gpt.run.kept import refuse_other_experiment
-from lockstep_gpt.settings import as_typed
+from lockstep_gpt.run.last_line import resume_command
+from lockstep_gpt.settings import as_typed, counted
 from lockstep_gpt.whole_files import replacing
 
 # They select a run, and don't change it.
@@ -29,7 +31,11 @@ ADDRESS = ("run_dir", "resume", "resume_force", "trust_run_dir")
 
 
 def resume(
-    reference: str | None, call: Callable[..., int], run: RunDirectory, values: dict[str, Any]
+    reference: str | None,
+    call: Callable[..., int],
+    run: RunDirectory,
+    values: dict[str, Any],
+    merged: dict[str, Any],
 ) -> tuple[int, Any]:
     """Continue a run in its own directory; return the exit status, and the function's value.
 
@@ -38,12 +44,12 @@ def resume(
         call: the same, for ranks in this process.
         run: it has a frozen configuration.
         values: what this command has composed.
+        merged: the frozen configuration with this command's overrides; see `with_overrides`.
 
     Raises:
         UserError: the command changes what makes the run this experiment.
     """
     recorded = run.values()
-    merged = with_overrides(recorded, values)
     settings = LaunchSettings.of(merged)
     is_open = "trainer.devices" not in (word.partition("=")[0] for word in composed.overrides())
     placement = devices.found(merged, settings, is_open=is_open)
@@ -52,20 +58,31 @@ def resume(
         where = f"run_dir={run.path}"
         kept = recorded.get("kept", ())
         refuse_other_experiment(where, resolved(recorded), resolved(merged), kept)
-        if _makes_choices():  # else what is composed beside the overrides isn't meant
+        if any(_chooses_a_whole(override, values) for override in _overrides()):
             refuse_other_experiment(where, resolved(recorded), resolved(values), kept)
     changes = changes_between(recorded, merged)
     summary = run.read_summary()
     if summary.get("status") == "done" and not changes:
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
-            print(f"{run.path} is done; to train it longer, set max_steps")
+            print(_done(run, recorded, summary))
         return 0, summary.get("value", math.nan)
+    usable_files.refuse_unusable(run)
     permit = partial(trust.permit, run, bool(values.get("trust_run_dir")), values)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
     continued = ContinuedRun(run, merged, reference or "", changes, permit)
     status = start.start(continued, call)
     return status, math.nan if status else run.read_summary().get("value", math.nan)
+
+
+def _done(run: RunDirectory, recorded: dict[str, Any], summary: dict[str, Any]) -> str:
+    """Return the only line of a command that resumes a run that is done."""
+    step = summary.get("step")
+    line = f"{run.path} is done after {counted(step, 'step')}" if step else f"{run.path} is done"
+    steps = recorded.get("max_steps")
+    if not isinstance(steps, int):
+        return line
+    return f"{line}; to train it longer: {resume_command(run)} max_steps={2 * steps}"
 
 
 def with_overrides(recorded: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -75,13 +92,9 @@ def with_overrides(recorded: dict[str, Any], values: dict[str, Any]) -> dict[str
     an experiment, replaces nothing: the record has what it has set.
     """
     merged = OmegaConf.create(recorded)
-    ours = OmegaConf.create(values)
-    choices = HydraConfig.get().runtime.choices
-    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    for override in OverridesParser.create().parse_overrides(cast(list[str], words)):
-        name = override.package or override.key_or_group.replace("/", ".")
-        is_choice = override.key_or_group in choices
-        if is_choice and OmegaConf.select(ours, name) is None:
+    for override in _overrides():
+        name = _place_of(override)
+        if _chooses_a_whole(override, values):
             continue
         if override.is_delete():
             _remove(merged, name)
@@ -93,19 +106,28 @@ def with_overrides(recorded: dict[str, Any], values: dict[str, Any]) -> dict[str
     return cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
 
 
+def _overrides() -> list[Override]:
+    """Return this command's overrides."""
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return OverridesParser.create().parse_overrides(cast(list[str], words))
+
+
+def _place_of(override: Override) -> str:
+    """Return the name of what an override sets, or of where the chosen file of a group is."""
+    return override.package or override.key_or_group.replace("/", ".")
+
+
+def _chooses_a_whole(override: Override, values: dict[str, Any]) -> bool:
+    """Return whether an override chooses a file of settings of several groups."""
+    is_choice = override.key_or_group in HydraConfig.get().runtime.choices
+    return is_choice and OmegaConf.select(OmegaConf.create(values), _place_of(override)) is None
+
+
 def _remove(merged: DictConfig, name: str) -> None:
     parent, _, last = name.rpartition(".")
     node = OmegaConf.select(merged, parent) if parent else merged
     if isinstance(node, DictConfig):
         node.pop(last, None)
-
-
-def _makes_choices() -> bool:
-    """Return whether this command chooses files of groups."""
-    choices = HydraConfig.get().runtime.choices
-    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    parsed = OverridesParser.create().parse_overrides(cast(list[str], words))
-    return any(override.key_or_group in choices for override in parsed)
 
 
 def resolved(values: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +161,9 @@ class ContinuedRun:
     is_named = True
 
     def check(self) -> None:
-        """Raise a `UserError` if the directory is not trusted."""
+        """Raise a `UserError` if the directory is not trusted, or its folder can't be written."""
         self.permit()
+        usable_files.refuse_unwritable_checkpoints(self.run)
 
     def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values: ranks make what they need."""

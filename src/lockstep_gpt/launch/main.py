@@ -216,25 +216,27 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
     run = directory_of(config)
     try:
         values = composed.values_to_freeze(config)
-        composed.refuse_missing(values)
-        composed.refuse_other_kinds(program.source, [*words], values)
-        targets.refuse_mistakes(values, {"*": ("*",)})  # the function may add any argument
+        continues = values.get("resume") == "auto" and run.config.is_file()
+        whole = continued.with_overrides(run.values(), values) if continues else values
+        composed.refuse_missing(whole)
+        composed.refuse_other_kinds(program.source, [*words], whole)
+        targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
         is_new = values.get("run_dir") is None and composed.is_named_after_time()
         if values.get("resume") == "auto" and is_new and not composed.is_sweep():
             raise UserError(
                 "resume=auto needs run_dir=runs/NAME, the run to continue or to start; set it, or "
                 "leave resume=auto out"
             )
-        return _run_in(run, program, values)
+        logging.getLogger().setLevel(LEVELS.get(whole.get("verbosity", "normal"), logging.INFO))
+        if continues:
+            return continued.resume(program.reference, program.rank, run, values, whole)
+        return _run_new(run, program, values)
     except (UserError, RunError, ReportedError):
         composed.remove_traces(run)
         raise
 
 
-def _run_in(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
-    logging.getLogger().setLevel(LEVELS.get(values.get("verbosity", "normal"), logging.INFO))
-    if values.get("resume") == "auto" and run.config.is_file():
-        return continued.resume(program.reference, program.rank, run, values)
+def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tuple[int, Any]:
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
     spread_batches(values, placement, settings.min_nodes)

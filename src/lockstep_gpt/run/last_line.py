@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.processes import invocation, program_name, training_command
+from lockstep_gpt.processes import program_name, training_command
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -75,25 +75,6 @@ def resume_command(run: RunDirectory, node_rank: int = 0) -> str:
     if node_rank:
         words.append(f"launch.node_rank={node_rank}")
     return " ".join(words)
-
-
-def of_done(run: RunDirectory, steps: int, longer: str) -> str:
-    """Return the only line of a command that resumes a run that is done.
-
-    Args:
-        run: has trained all its steps.
-        steps: their number.
-        longer: the setting that makes it longer, as typed.
-    """
-    return (
-        f"{run.path} is done after step {steps} of {steps}; to train it longer: "
-        f"{resume_command(run)} {longer}; to evaluate it: {evaluate_command(run.path)}"
-    )
-
-
-def evaluate_command(path: Path) -> str:
-    """Return what to type in this folder to evaluate a run or a checkpoint."""
-    return f"{invocation()} evaluate {shlex.quote(str(path))}"
 
 
 def _on_other_machines(run: RunDirectory) -> str:

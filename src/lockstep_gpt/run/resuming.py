@@ -305,7 +305,7 @@ def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, An
         more = f"; it lacks {some_of(absent)}" if len(fitting) == len(saved) else ""
         raise UserError(
             f"{where}: only {len(fitting)} of its {len(saved)} weights fit this model's "
-            f"{len(places)}{more}; use the code that wrote it, or set resume_force=true"
+            f"{len(places)}{more}; use the model and the code that wrote it"
         )
 
 

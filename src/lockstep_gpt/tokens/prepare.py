@@ -113,9 +113,18 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the first setting that differs, with its value."""
     if before["kind"] != after["kind"]:
         return f"data={after['kind']}"
-    changed = [name for name, value in after.items() if value != before.get(name)]
-    plain = [name for name in changed if not isinstance(after[name], dict | list)]
-    return f"data.source.{plain[0]}={as_typed(after[plain[0]])}" if plain else "data.source"
+    return _first_change("data.source", before, after)
+
+
+def _first_change(place: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the first plain setting that differs, also in a source of a mixture."""
+    for name, value in after.items():
+        if value == before.get(name) or isinstance(value, list):
+            continue
+        if isinstance(value, dict):
+            return _first_change(f"{place}.{name}", before.get(name) or {}, value)
+        return f"{place}.{name}={as_typed(value)}"
+    return place
 
 
 def _awaited(source: Source, run: Run) -> str:

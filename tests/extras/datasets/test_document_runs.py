@@ -11,7 +11,6 @@ import torch
 from lockstep_gpt.extras.datasets.mask import Documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.tokens.recipe import folder_of
 from lockstep_gpt.trained_model import load_model
 
 PACKED = ["packing=documents", "callbacks=[default,documents]"]
@@ -157,8 +156,8 @@ def test_data_without_documents_is_refused_and_leaves_no_run(command):
 
 def test_a_damaged_packing_is_one_line_before_ranks_start(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
-    config = RunDirectory(command.folder / "run").load()
-    packed = folder_within(folder_of(config.data), 32)
+    tokens = RunDirectory(command.folder / "run").notes()["tokens"]
+    packed = folder_within(command.data_root / f"text-{tokens['fingerprint'][:8]}", 32)
     words = [*words_for(lines), "max_steps=4", "run_dir=again"]
     for name, place in (("index.json", b"windows"), ("train-starts.npy", b"shape")):
         content = (packed / name).read_bytes()

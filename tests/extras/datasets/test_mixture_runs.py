@@ -14,6 +14,7 @@ import yaml
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.turns import Phase
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.tokens.sources.text import Text
 
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
@@ -90,24 +91,23 @@ def test_metrics_have_each_source_s_loss_and_tokens(mixed):
 def test_the_receipt_says_shares_epochs_and_states(mixed):
     command, output = mixed
     places = sorted(path.name for path in (command.folder / "data").glob("text-*"))
-    assert re.search(
-        r"  mixture    code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", output
-    )
+    assert re.search(r"  mixture  code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", output)
     assert all(place in output for place in places)
-    assert "  later      from sample 60: code 0, prose 1" in output
+    assert "  later  from sample 60: code 0, prose 1" in output
 
 
-def test_the_frozen_configuration_names_sources_and_one_fingerprint_of_all(mixed):
+def test_a_run_names_its_sources_and_keeps_one_fingerprint_of_all(mixed):
     folder = mixed[0].folder
-    data = yaml.safe_load((folder / "run/config.yaml").read_text())["data"]
+    source = yaml.safe_load((folder / "run/config.yaml").read_text())["data"]["source"]
     text = f"{Text.__module__}.{Text.__name__}"
-    assert {name: source["_target_"] for name, source in data["sources"].items()} == {
+    assert {name: each["_target_"] for name, each in source["sources"].items()} == {
         "code": text,
         "prose": text,
     }
     (place,) = (folder / "data").glob("mixture-*")
     index = json.loads((place / "index.json").read_text())
-    assert data["fingerprint"] == index["fingerprint"]
+    kept = RunDirectory(folder / "run").notes()["tokens"]
+    assert kept["fingerprint"] == index["fingerprint"]
     assert sorted(index["settings"]["sources"]) == ["code", "prose"]
 
 
@@ -123,10 +123,10 @@ def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("data.source.weights.code=0.5", "data.source.weights.code=0.5 instead of 0.7"),
+        ("data.source.weights.code=0.5", "with these weights, epochs, schedule, and max_steps"),
         (
-            "data.source.sources.code.documents=line",
-            "a run keeps its sources; here is data.source.sources.code.doc",
+            "data.source.sources.code.val_fraction=0.3",
+            "data.source.sources.code.val_fraction=0.3 gives other tokens than",
         ),
         ("max_steps=30", "data.source.planned_tokens=3840 to train longer"),
     ],
@@ -146,13 +146,15 @@ def test_a_resume_may_not_change_the_past(change, line, mixed, command):
 def test_sources_that_are_repeated_often_or_hardly_used_are_warned_of(command):
     for name in ("tiny", "rare", "late"):
         (command.folder / f"{name}.txt").write_text("abc " * 60)
-    extra_sources = [
+    names = ("tiny", "rare", "late")
+    extra_sources = [f"+source@data.source.sources.{name}=text" for name in names]
+    extra_sources += [
         f"data.source.sources.{name}{setting}"
-        for name in ("tiny", "rare", "late")
-        for setting in ("=text", f".path={command.folder}/{name}.txt", ".val_fraction=0.2")
+        for name in names
+        for setting in (f".path={command.folder}/{name}.txt", ".val_fraction=0.2")
     ]
-    shares = ["data.source.weights.tiny=1", "data.source.weights.rare=0.0001"]
-    shares += ["data.source.epochs.late=1", "data.source.planned_tokens=10_000"]
+    shares = ["+data.source.weights.tiny=1", "+data.source.weights.rare=0.0001"]
+    shares += ["+data.source.epochs.late=1", "data.source.planned_tokens=10_000"]
     output = command.train(*words(command), *extra_sources, *shares, "run_dir=run").stdout
     assert (
         "the run takes data.source.sources.tiny 12 times; beyond 4 epochs the same tokens teach"
@@ -190,7 +192,7 @@ def test_one_tokenizer_is_learned_or_named_for_all_sources(command):
 
 
 def test_epochs_that_the_run_has_no_room_for_are_one_line(command):
-    run_words = [*words(command)[:-5], "data.source.epochs.prose=9", "run_dir=run"]
+    run_words = [*words(command)[:-5], "+data.source.epochs.prose=9", "run_dir=run"]
     result = command.train(*run_words, status=2)
     assert "data.source.epochs takes 5,5" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -367,20 +367,6 @@ def test_a_preparation_runs_before_the_start_and_may_fail(tmp_path, warnings_of)
     assert not warnings_of("mine")
 
 
-@pytest.mark.parametrize(
-    ("variable", "mode", "is_started"),
-    [(None, "auto", True), ("disabled", "auto", False), ("disabled", "offline", True)],
-)
-def test_wandb_s_process_is_prepared_unless_it_is_disabled(monkeypatch, variable, mode, is_started):
-    settings = []
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("WANDB_MODE", variable)
-    monkeypatch.setattr(wandb, "setup", settings.append)
-    wandb_module.WandbRun.prepare_start(mode=mode, project="any")
-    assert len(settings) == is_started
-
-
 def test_only_a_first_start_lists_the_installed_packages(tmp_path, monkeypatch):
     def lists_packages(count):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)

@@ -119,26 +119,6 @@ def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
     assert (command.folder / "run/train.log").read_text().count("\nsample\n") == 3
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_ranks")
-def test_histograms_and_code_are_logged_on_request(command, read_offline, records):
-    store = command.folder / "store"
-    requested = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
-    on_ranks = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once per process
-    command.train(*on_ranks, "run_dir=run", *requested, WANDB_DATA_DIR=str(store))
-    _, _, rows = read_offline(command.folder / "run")
-    names = {name for row in rows for name in row if name.startswith("gradients/")}
-    assert any("blocks.0.attention" in name for name in names)
-    (path,) = (command.folder / "run").glob("wandb/offline-run-*/*.wandb")
-    kinds = {record.artifact.type for record in records(path) if record.HasField("artifact")}
-    assert "code" in kinds
-    metrics = {
-        record.metric.name: record.metric for record in records(path) if record.HasField("metric")
-    }
-    assert metrics["val/loss"].summary.min
-    assert metrics["optim/grad_norm"].summary.max
-
-
 LOG_CHECKPOINT = """
 import sys
 from pathlib import Path
@@ -174,7 +154,6 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(
     ("settings", "line"),
     [
         ({"mode": "maybe"}, r"logger\.wandb\.mode=maybe is not one of auto"),
-        ({"watch": "weights"}, r"logger\.wandb\.watch=weights is not one of null, gradients"),
         ({"tags": "first"}, r"logger\.wandb\.tags=first must be a list; write \[first\]"),
         ({"project": "a/b"}, r"^logger\.wandb\.project=a/b is rejected by wandb: Invalid project "),
         ({"log_model": True}, r"log_model=true uploads to wandb, but this run is offline"),
@@ -186,7 +165,6 @@ def test_impossible_settings_are_rejected_before_a_run_starts(tmp_path, settings
         wandb_run.WandbRun(
             directory=RunDirectory(tmp_path),
             config={"run_name": "run"},
-            model=None,
             **{**usual, **settings},
         )
     assert not [*tmp_path.glob("wandb/*run-*")]

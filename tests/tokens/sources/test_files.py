@@ -193,7 +193,10 @@ def test_each_path_decides_the_tokens(tmp_path, door):
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        ("nothing/*.txt", r"data\.source\.{}=nothing/\*\.txt matches no file; give a file, folder or glob"),
+        (
+            "nothing/*.txt",
+            r"data\.source\.{}=nothing/\*\.txt matches no file; give a file, folder or glob",
+        ),
         ("", r"data\.source\.{} is empty; set it to a file, a folder, a glob, or a URL"),
         ("zz://a", r"data\.source\.{}=zz://a cannot be read: .*zz"),
     ],

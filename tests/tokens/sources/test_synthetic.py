@@ -5,11 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt import generate
+from lockstep_gpt import cli, generate
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.evaluate import configuration
-from lockstep_gpt.measure import of_split
-from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import open_split
 from lockstep_gpt.tokens.sources.source import Position
@@ -27,7 +24,7 @@ from lockstep_gpt.tokens.tokenizer_choice import from_dict
     ],
 )
 def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, rule):
-    with pytest.raises(UserError, match=f"^data\\.{name}={value} {rule}$"):
+    with pytest.raises(UserError, match=f"^{name}={value} {rule}$"):
         RandomTokens(**{name: value})
 
 
@@ -135,9 +132,8 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
         generate.main([str(run), "--prompt", "def"])
 
 
-def test_numbers_are_not_counted_as_bytes(number_run):
-    path = find_checkpoint(number_run)
-    content = read_checkpoint(path)
-    result = of_split(configuration(path, content), path, content)
+def test_numbers_are_not_counted_as_bytes(number_run, capsys):
+    assert cli.main(["evaluate", str(number_run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["tokens"] == 1984
     assert "bits_per_byte" not in result

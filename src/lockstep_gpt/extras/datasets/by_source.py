@@ -122,7 +122,9 @@ class BySource(StepCallback):
             loader: Any = trainer.train_dataloader
             counts = loader.order.counts(loader.samples_seen(step)).items()
             size = _data_of(trainer).block_size
-            tokens = {f"data/tokens/{name}": float(count * size) for name, count in counts}
+            tokens: dict[str, float] = {
+                f"data/tokens/{name}": count * size for name, count in counts
+            }
             log_row(trainer.loggers, tokens, trainer.global_step)
 
 
