@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -50,7 +52,8 @@ def resume(
         UserError: the command changes what makes the run this experiment.
     """
     recorded = run.values()
-    settings = LaunchSettings.of(merged)
+    with naming_file(run):
+        settings = LaunchSettings.of(merged)
     is_open = "trainer.devices" not in (word.partition("=")[0] for word in composed.overrides())
     placement = devices.found(merged, settings, is_open=is_open)
     merged = {**composed.with_devices(merged, placement), "run_dir": str(run.path)}
@@ -73,6 +76,19 @@ def resume(
     continued = ContinuedRun(run, merged, reference or "", changes, permit)
     status = start.start(continued, call)
     return status, math.nan if status else run.read_summary().get("value", math.nan)
+
+
+@contextlib.contextmanager
+def naming_file(run: RunDirectory) -> Iterator[None]:
+    """Name the run's frozen file in the refusal of a setting that this command doesn't set."""
+    try:
+        yield
+    except UserError as mistake:
+        words = re.match(r"[\w.]+", str(mistake))
+        setting = words[0] if words else ""
+        if any(setting.startswith(_place_of(override)) for override in _overrides()):
+            raise
+        raise UserError(f"{run.config}: {mistake}") from None
 
 
 def _done(run: RunDirectory, recorded: dict[str, Any], summary: dict[str, Any]) -> str:
