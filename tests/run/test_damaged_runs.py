@@ -125,8 +125,7 @@ def test_damaged_files_that_only_inform_are_ignored_by_name_and_replaced(run, co
     assert metrics.read_text().splitlines()[:5] == rows
     assert command.summary("run")["status"] == "done"
     assert (run / "overrides.log").read_bytes().startswith(b"\xff\xfe\nx\n")
-    again = (*command.smoke("logger=wandb"), *RESUME[1:], "max_steps=22")
-    assert "run is done" in command(*again).stdout  # what the log does name may differ
+    assert "run is done" in command(*LONGER).stdout
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "train.log", "overrides.log", "summary.json"])

@@ -96,5 +96,5 @@ def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(chan
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == frozen
     for words in READERS:
         errors = command(*words, status=2).stderr
-        assert (errors.count("\n"), "use the model and the code that wrote it" in errors) == (1, True)
+        assert (errors.count("\n"), "use the code that wrote it" in errors) == (1, True)
     command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")
