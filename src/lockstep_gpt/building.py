@@ -203,4 +203,6 @@ def _joined(setting: str, own: Any, given: Any) -> Any:
         return [*given, *own]
     if own is None or given is None:
         return own if given is None else given
-    raise UserError(f"{setting}={as_typed(own)} is for the program to decide; leave it out")
+    value = f"={as_typed(given)}" if isinstance(given, bool | int | float | str) else ""
+    name = setting.rpartition(".")[2]
+    raise UserError(f"{setting}={as_typed(own)}: the program gives {name}{value}; leave it out")

@@ -7,7 +7,8 @@ from omegaconf import DictConfig
 import lockstep
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.initial_weights import load_initial_weights
-from lockstep_gpt.module import count_targets
+from lockstep_gpt.module import GPTModule, count_targets
+from lockstep_gpt.programs import next_commands
 
 
 def build(
@@ -30,7 +31,7 @@ def build(
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
     trainer = lockstep.build(
         cfg.trainer,
-        **batch.trainer_arguments(cfg.val_every),  # accumulation, no sampler of Lightning's
+        accumulate_grad_batches=batch.accumulation,
         max_steps=cfg.max_steps,
         precision=cfg.precision,
         log_every_n_steps=cfg.log_every,
@@ -61,6 +62,7 @@ def main(cfg: DictConfig, run: lockstep.Run) -> float:
     """Train to the end as one rank; return the metric that a sweep compares."""
     module, data, trainer = build(cfg, run)
     trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
+    run.next_commands = next_commands(run.path, is_gpt=isinstance(module, GPTModule))
     return run.finish(trainer, metric=cfg.checkpoint.monitor)
 
 

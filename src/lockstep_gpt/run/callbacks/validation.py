@@ -7,7 +7,7 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import check
+from lockstep_gpt.settings import check_whole
 
 AFTER_THIS_BATCH = 1  # micro-batches between validations, as Lightning counts them
 NOT_YET = sys.maxsize
@@ -24,11 +24,12 @@ class ValidateEvery(Callback):
     was measured, which `ReduceLROnPlateau` and others monitor: a resumed run knows it, too.
 
     Args:
-        steps: between validations.
+        steps: between validations; None: they follow the Trainer's own arguments.
     """
 
-    def __init__(self, steps: int) -> None:
-        check("steps", steps, steps >= 1, "must be at least 1")
+    def __init__(self, steps: int | None) -> None:
+        if steps is not None:
+            check_whole("val_every", steps, at_least=1)
         self.steps = steps
         self._seen = 0  # completed steps
         self._measured: dict[str, Tensor] = {}  # by the part of the run before a checkpoint
@@ -39,7 +40,9 @@ class ValidateEvery(Callback):
         Raises:
             UserError: the Trainer validates at other times.
         """
-        if stage != "fit":
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self.steps = None
+        if stage != "fit" or self.steps is None:
             return
         nominal = self.steps * trainer.accumulate_grad_batches
         if trainer.val_check_interval not in (1.0, nominal):
@@ -54,12 +57,16 @@ class ValidateEvery(Callback):
         """Pass over the validation of a step after which the run continues; tell its results."""
         trainer.callback_metrics.update(self._measured)
         self._measured = {}
+        if self.steps is None:
+            return
         self._seen = trainer.global_step
         is_validated = self._seen > 0 and self._seen % self.steps == 0
         trainer.val_check_batch = AFTER_THIS_BATCH if is_validated else NOT_YET
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
         """Decide whether a validation follows this micro-batch."""
+        if self.steps is None:
+            return
         before, self._seen = self._seen, trainer.global_step
         is_due = self._seen // self.steps > before // self.steps
         trainer.val_check_batch = AFTER_THIS_BATCH if is_due else NOT_YET
