@@ -211,6 +211,7 @@ class Run:
         Raises:
             UserError: a setting of a tracker is wrong.
         """
+        facts = {"world_size": self.ranks.world_size, **facts}
         self.facts.update(facts)
         if self.ranks.rank > 0:
             return [self.metrics_csv]

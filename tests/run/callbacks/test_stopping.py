@@ -165,7 +165,7 @@ def test_exactly_the_allowed_updates_are_skipped(new_run):
 
 
 def test_skipped_updates_count_over_a_resume(new_run, tmp_path):
-    settings = {"val_every": 9, "log_every": 1, "guard": {"max_skipped": 1}}
+    settings = {"val_every": 9, "log_every": 1, "max_skipped": 1}
     first, rest = new_run(max_steps=3, **settings), new_run(max_steps=6, **settings)
     first.fit(Spoil(2), Metrics(every=1), first.checkpoints(tmp_path))
     newest = newest_valid(tmp_path)
