@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lockstep_gpt.config import from_container
-from lockstep_gpt.training.building import schedule_of
 from packaging.requirements import Requirement
 
+import lockstep
 from lockstep_gpt import cli
 
 FOLDER = Path(__file__).parents[2] / "lab/first_hour"
