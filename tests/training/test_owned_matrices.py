@@ -152,7 +152,8 @@ def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, mode
             model=model,
             max_steps=12,
             val_every=12,
-            optim={"algorithm": "muon", "lr": 0.02, "clip_norm": 0.5, "weight_decay": 0.1},
+            clip_norm=0.5,
+            optim={"algorithm": "muon", "lr": 0.02, "weight_decay": 0.1},
         )
         strategy = strategies.ddp(process_group_backend="gloo")
         trainer = run.fit(strategy=strategy, devices=world_size, precision=precision)

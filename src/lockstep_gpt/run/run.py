@@ -315,7 +315,7 @@ class Run:
             in_memory=memory is not None,
             writer=memory.writer_for(trainer) if memory else None,
             fetch_copy=partial(self._fetch_copy, copy_to),
-            loses_error=loses_error,
+            loses_error=loses_error and not self.force,
             timeout=self.timeout,
         )
         if self._disk is not None:
