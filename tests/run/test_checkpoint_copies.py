@@ -108,7 +108,9 @@ def test_a_run_that_lost_its_disk_resumes_from_its_own_copies(tmp_path):
     saved(writer_to(far, first), first, 5)
     anew = run_in(tmp_path / "there", "runs/0")
     disk = writer_to(far, anew, continues=True)
-    assert fetch(anew, "runs/0", str(far), compared(anew)).path == checkpoint_path(anew.checkpoints, 5)
+    assert fetch(anew, "runs/0", str(far), compared(anew)).path == checkpoint_path(
+        anew.checkpoints, 5
+    )
     saved(disk, anew, 7)
     expected = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
     assert copies(str(far / "runs/0")) == expected
