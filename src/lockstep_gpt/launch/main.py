@@ -7,6 +7,7 @@ This process stays light: it doesn't import torch, so a mistake ends it at once,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -221,9 +222,10 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         values = composed.values_to_freeze(config)
         continues = values.get("resume") == "auto" and run.config.is_file()
         whole = continued.with_overrides(run.values(), values) if continues else values
-        composed.refuse_missing(whole)
-        composed.refuse_other_kinds(program.source, [*words], whole)
-        targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
+        with continued.naming_file(run) if continues else contextlib.nullcontext():
+            composed.refuse_missing(whole)
+            composed.refuse_other_kinds(program.source, [*words], whole)
+            targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
         is_new = values.get("run_dir") is None and composed.is_named_after_time()
         if values.get("resume") == "auto" and is_new and not composed.is_sweep():
             raise UserError(
