@@ -61,17 +61,19 @@ WRONG_VALUES = {
     "max_steps=many": "max_steps=many must be a whole number",
     "seed=1.5": "seed=1.5 must be a whole number",
     "optim.lr=fast": "optim.lr=fast must be a number",
-    "optim.beta1=true": "optim.beta1=true must be a number",
     "compile=perhaps": "compile=perhaps must be true or false",
     "batch=12": "batch=12 is a group; set batch.NAME, or null",
-    "callbacks.sample=off": "callbacks.sample=false is a group; set callbacks.sample.NAME, or null",
+    "callbacks.sample=off": "callbacks.sample=off is a group; set callbacks.sample.NAME, or null",
     "data=text": "data.source.path must be set, as in data.source.path=VALUE",
     "model.block_size=???": "model.block_size must be set, as in model.block_size=VALUE",
 }
 IN_YAML = {
     "trainer: {max_step: 3}": "trainer.max_step=3: Trainer has no argument max_step; did you mean "
     "max_steps?",
-    "model: {heads: 2}": "model.heads=2: ModernGPT has no argument heads; did you mean n_head?",
+    "model: {heads: 2}": "model.heads=2: GPT has no argument heads; did you mean n_head?",
+    "max_stepz: 3": "unknown setting max_stepz; did you mean max_steps?",
+    "optim.lr: 1e-3": "'optim.lr' in a YAML file is one name with a dot in it; nest it",
+    "val_every: often": "val_every=often must be a whole number",
     "optim: {lr: fast}": "optim.lr=fast must be a number",
 }
 
@@ -132,8 +134,8 @@ def test_yaml_that_cannot_be_parsed_is_named_by_file_and_line(recipe, text, numb
         ("seed=1,2", "To sweep over it, add --multirun to your command line"),
         ("run_name=${nope}", "Interpolation key 'nope' not found"),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
-        ("~model", "Key 'model' is not in struct full_key: hydra.runtime.choices.model"),
-        ("hydra.zz=3", "Could not override 'hydra.zz'."),
+        ("~model", "module.model: Interpolation key 'model' not found; set it"),
+        ("hydra.zz=3", "unknown setting hydra.zz"),
         ("--config-name smoke", "Cannot find primary config 'smoke'."),
         ("-cp /no/such/folder", "Primary config directory not found."),
         ("-m -c job seed=1,2", "Only one of --run, --multirun, --cfg"),
@@ -143,13 +145,7 @@ def test_other_errors_of_hydra_are_its_own_text_in_one_line(words, part, capsys)
     assert part in line_of(capsys, *words.split())
 
 
-@pytest.mark.parametrize("word", ["run_name=a(b", "callbacks.sample.prompt=def f(x):"])
-def test_a_text_that_hydra_cannot_parse_is_answered_with_its_quotes(word, capsys):
-    quoted = "to set a text, quote it for Hydra and for the shell: 'NAME=\"TEXT\"'"
-    assert line_of(capsys, word).endswith(f"; {quoted}")
-
-
-@pytest.mark.parametrize("text", ["optim.lr: 1e-3", "model: gpt2", "defaults: [data: text]"])
+@pytest.mark.parametrize("text", ["defaults: [data: text]", "defaults: [nowhere]"])
 def test_other_errors_in_a_yaml_file_name_it(recipe, text, capsys):
     file, words = recipe("")
     file.write_text(f"# @package _global_\n{text}\n")
@@ -181,7 +177,7 @@ def test_a_sweep_does_not_go_into_the_folder_of_a_run(tmp_path, capsys):
     [
         (["generate"], "the following arguments are required: source; usage: "),
         (["generate", "run", "--promt", "x"], "unrecognized arguments: --promt x; usage: "),
-        (["evaluate", "run", "data.source.path=x"], "unrecognized arguments: data.source.path=x; usage: "),
+        (["evaluate", "run", "data.root=x"], "unrecognized arguments: data.root=x; usage: "),
     ],
 )
 def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, message, capsys):
@@ -224,7 +220,7 @@ def test_under_torchrun_a_file_of_the_package_is_answered_with_torchrun_s_comman
 def test_a_class_that_cannot_be_imported_is_named_once(capfd):
     target = "lightning.pytorch.callbacks.EarlyStoping"
     with pytest.raises(UserError, match=f"^_target_={target} can't be imported; correct it"):
-        build({"_target_": target}, {})
+        build({"_target_": target})
     assert capfd.readouterr() == ("", "")
 
 

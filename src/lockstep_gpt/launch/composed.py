@@ -530,6 +530,8 @@ def values_to_freeze(config: DictConfig) -> dict[str, Any]:
     register_resolver("oc.env", read, replace=True)
     try:
         return cast(dict[str, Any], _plain(config, reads))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}; set it") from None
     finally:
         register_resolver("oc.env", oc.env, replace=True)
 
