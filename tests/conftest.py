@@ -29,7 +29,7 @@ from typing import IO, Any
 import pytest
 from hypothesis import settings
 
-from lockstep_gpt import processes
+from lockstep_gpt import CONFIGS, processes
 from lockstep_gpt.launch import supervise
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
@@ -175,7 +175,10 @@ class Command:
 
     def smoke(self, *overrides: str) -> list[str]:
         """Return the arguments of the smoke experiment's command on the shared data."""
-        base = ["train", "experiment=smoke", f"data.root={self.data_root}"]
+        base = ["train", "experiment=smoke"]
+        data = [override.partition("=")[2] for override in overrides if override.startswith("data=")]
+        if all((CONFIGS / f"data/{name}.yaml").is_file() for name in data):  # not of one's own
+            base.append(f"data.root={self.data_root}")
         if not any(override.startswith(("logger=", "hydra/")) for override in overrides):
             base.append("logger=none")
         if not any(override.startswith(("callbacks=", "~callbacks")) for override in overrides):

@@ -27,6 +27,7 @@ from lockstep_gpt.batch import Batch
 from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.module import GPTModule
 from lockstep_gpt.optim import adamw, muon
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
@@ -137,6 +138,8 @@ def new_run(folder):
 
     def make(*, model=None, optim=None, schedule=None, checkpoint=None, batch=None, **settings):
         optim = {**OPTIM, **(optim or {})}
+        shape = {**MODEL, **(model or {})}
+        make_model = {"gpt": GPT, "modern": ModernGPT}[shape.pop("architecture", "gpt")]
         make_optimizer = {"adamw": adamw, "muon": muon}[optim.pop("algorithm", "adamw")]
         config = OmegaConf.create(
             {
@@ -150,7 +153,7 @@ def new_run(folder):
                 "max_skipped": 0,
                 **settings,
                 "batch": {**BATCH, **(batch or {})},
-                "model": {**MODEL, **(model or {})},
+                "model": shape,
                 "optim": optim,
                 "checkpoint": checkpoint or {},
             }
@@ -163,7 +166,7 @@ def new_run(folder):
         course = Schedule(config.max_steps, config.optim.lr, **(schedule or {}))
         torch.manual_seed(config.seed)
         module = GPTModule(
-            partial(GPT, **config.model),
+            partial(make_model, **shape),
             partial(make_optimizer, **config.optim),
             course,
             data.vocab_size,

@@ -50,7 +50,7 @@ def documents_apart(job: Job) -> None:
         "eager": [],
         "compiled": _compiled(job),
     }.items():
-        run = smoke(job, *shape, "documents.mask=true", *words, name=name)
+        run = smoke(job, *shape, "callbacks=[default,documents]", *words, name=name)
         job.say(f"val_loss {run.summary['val_loss']:.5f}", name)
 
 

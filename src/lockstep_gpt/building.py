@@ -54,6 +54,7 @@ def build(node: Any, **given: Any) -> Any:
     takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
     arguments = {name: value for name, value in given.items() if name in accepted}
     _refuse_unknown(place, values, {} if takes_any else accepted)
+    _refuse_unknown_inside(place, values)
     own = _own_arguments(values, place)
     for name in own.keys() & arguments.keys():
         arguments[name] = _joined(f"{place}.{name}".lstrip("."), own.pop(name), arguments[name])
@@ -178,6 +179,22 @@ def _refuse_lacking(
         settings = " and ".join(f"{place}.{name}".lstrip(".") for name in lacking)
         called = target.rpartition(".")[2]
         raise UserError(f"{place}: {called} needs {' and '.join(lacking)}; set {settings}")
+
+
+def _refuse_unknown_inside(place: str, node: Any) -> None:
+    """Do the same for the nodes inside, which may be called later, in another's code."""
+    children: Any = ()
+    if isinstance(node, dict):
+        children = node.items()
+    elif isinstance(node, list):
+        children = enumerate(node)
+    for name, child in children:
+        inner = f"{place}.{name}".lstrip(".")
+        if isinstance(child, dict) and isinstance(child.get("_target_"), str):
+            accepted = inspect.signature(imported(child["_target_"], inner)).parameters
+            takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
+            _refuse_unknown(inner, child, {} if takes_any else accepted)
+        _refuse_unknown_inside(inner, child)
 
 
 def _joined(setting: str, own: Any, given: Any) -> Any:

@@ -105,7 +105,7 @@ def model_of(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
-    refuse_broken_weights(model.named_parameters(), f"checkpoint {path}")
+    refuse_broken_weights(model.named_parameters(PREFIX.rstrip(".")), f"checkpoint {path}")
     tell_changes(path, content)
     cfg = OmegaConf.create(literal(values))
     mask_if_configured(cfg, model, tokenizer)

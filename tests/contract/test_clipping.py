@@ -236,7 +236,7 @@ def test_a_trainer_that_clips_too_is_refused(foreign):
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        ({"max_norm": 0}, "max_norm=0 must be above 0"),
+        ({"max_norm": 0}, "clip_norm=0 must be above 0"),
         ({"max_skipped": -1}, "max_skipped=-1 must be at least 0"),
     ],
 )

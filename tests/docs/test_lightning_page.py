@@ -53,8 +53,6 @@ def test_a_callback_that_cannot_work_is_rejected_with_the_page_s_remedy(name, ru
     with pytest.raises(UserError) as refusal:
         refuse_mistakes({"callbacks": {"mine": node}})
     assert str(refusal.value) == f"callbacks.mine: Lightning's {name} {rule}"
-    remedies = re.findall(r"`(?:--)?([\w.]+)`", CALLBACKS[name])
-    assert [remedy for remedy in remedies if remedy not in rule] == []
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
@@ -107,7 +105,8 @@ def test_callbacks_that_work_go_through_a_run(chosen, command):
         + "}"
         for name, settings in chosen.items()
     ]
-    said = command.train(*words, "callbacks.progress=null", "run_dir=run").stdout
+    bar = "trainer.enable_progress_bar=true"
+    said = command.train(*words, bar, "callbacks.progress=null", "run_dir=run").stdout
     assert "done in" in said
     assert command.summary("run")["step"] == 20
     if "ModelCheckpoint" in chosen:

@@ -65,7 +65,6 @@ def compare_compiled(new_run, losses_on_two, monkeypatch):
     def compare(architecture, chunked, recomputed):
         monkeypatch.setattr(functional, "MANY_LOGITS", 0 if chunked else 1 << 60)
         shape = {"architecture": architecture, "activation_checkpointing": recomputed}
-        shape |= {"bias": architecture == "gpt"}
 
         def losses(compiled):
             return losses_on_two(

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import ranks
-from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.exits import Exit
+from lockstep_gpt.launch import rank
+from lockstep_gpt.launch.composed import HYDRA_FILE
+from lockstep_gpt.run import run
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training import train
-from lockstep_gpt.training.batch_settings import BatchConfig
 
 
 def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
@@ -33,15 +33,16 @@ def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
 
 def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(monkeypatch, tmp_path):
     def join(*_, **_settings):
-        raise dist.DistBackendError
+        raise dist.DistBackendError("NCCL error in: here, invalid usage")
 
-    monkeypatch.setattr(train, "join", join)
-    monkeypatch.setattr(train, "report_failure", lambda *parts: type(parts[2]).__name__)
-    parts = {"batch": BatchConfig(micro_size=1), "model": ModelConfig(8, 1, 2, 16)}
-    config = Config(max_steps=1, trainer={"accelerator": "cpu"}, **parts)
-    directory = RunDirectory(tmp_path)
-    monkeypatch.setattr(directory, "load", lambda: config)
-    assert train.main(directory) == "DistBackendError"
+    monkeypatch.setattr(run, "join", join)
+    directory, called = RunDirectory(tmp_path), []
+    directory.create({"trainer": {"accelerator": "cpu"}})
+    (tmp_path / HYDRA_FILE).parent.mkdir()
+    (tmp_path / HYDRA_FILE).write_text("hydra: {job_logging: {root: null}}")
+    assert rank.call(called.append, directory) != Exit.DONE
+    assert directory.read_failure()["error"].startswith("DistBackendError: NCCL error in: here")
+    assert not called
 
 
 def test_the_setting_for_equal_bits_on_gpus_is_accepted(command):

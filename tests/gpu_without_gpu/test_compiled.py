@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.errors import UserError
 
 # torch hides its own warning; only pytest's filters turn it into an error.
@@ -16,10 +17,19 @@ def test_two_compiled_ranks_have_the_losses_of_eager_ones(compare_compiled):
 
 
 @pytest.mark.parametrize("megabytes", [0.5, 0.99])
-def test_buckets_too_small_for_a_compiled_ddp_are_rejected(composed, megabytes):
-    ranks = ("trainer=cpu", "strategy=ddp", f"strategy.bucket_cap_mb={megabytes}")
-    rule = f"strategy.bucket_cap_mb={megabytes} is too small for compile=true; set 1 or more"
-    with pytest.raises(UserError, match=rule):
-        composed(*ranks, "compile=true")
-    composed(*ranks)
-    composed(*ranks[:2], "strategy.bucket_cap_mb=1", "compile=true")
+def test_buckets_too_small_for_a_compiled_ddp_are_rejected(new_run, on_ranks, graphs, megabytes):
+    def fit(megabytes, compiled):
+        run = new_run(max_steps=1, compile=compiled)
+        run.fit(graphs, strategy=strategies.ddp(bucket_cap_mb=megabytes), devices=1)
+
+    def rank(_number):
+        with pytest.raises(UserError) as refused:
+            fit(megabytes, compiled=True)
+        fit(megabytes, compiled=False)
+        made = len(graphs.made)
+        fit(1, compiled=True)
+        return str(refused.value), made, bool(graphs.made)
+
+    rule = "is too small for compile=true; set 1 or more, or compile=false"
+    line = f"strategy.bucket_cap_mb={megabytes} {rule}"
+    assert on_ranks(1, rank) == [(line, 0, True)]

@@ -7,12 +7,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from lightning import Callback
+from lightning import Callback, Trainer
 from torch.futures import Future
 
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.training.building import build_trainer
 
 pytestmark = pytest.mark.usefixtures("eight")
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
@@ -60,7 +58,7 @@ def test_ddp_sends_each_gradient_once_a_step_in_its_last_micro_batch(new_run, mo
 
 @pytest.mark.parametrize("state", [False, True], ids=["constants", "batchnorm"])
 def test_ddp_broadcasts_buffers_only_if_they_are_state(new_run, monkeypatch, state):
-    shape = {"architecture": "modern", "bias": False}
+    shape = {"architecture": "modern"}
     run, sent = new_run(max_steps=STEPS, model=shape), Sent(monkeypatch)
     assert [*run.module.model.buffers()]  # cosines and sines
     if state:
@@ -79,21 +77,18 @@ class Mode(Callback):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The '.*_dataloader' does not have")
 def test_validation_has_no_other_mode_than_over_gloo(new_run):
-    node = {"_target_": "lightning.pytorch.Trainer", "accelerator": "cpu"}
-    strategy = {"_target_": f"{strategies.__name__}.ddp", **SETTINGS}
-    run, mode = new_run(max_steps=STEPS, trainer=node, strategy=strategy), Mode()
+    run, mode = new_run(max_steps=STEPS), Mode()
     assert dist.get_backend() == "fake"  # to Lightning, the same as NCCL
-    trainer = build_trainer(
-        run.config,
-        Ranks.from_environment(),
-        run.batch,
-        {},
-        first=[],
-        last=[mode],
-        loggers=[],
-        plugins=[],
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=8,
+        strategy=strategies.ddp(**SETTINGS),
+        callbacks=[mode],
+        logger=False,
         max_steps=STEPS,
         enable_checkpointing=False,
+        enable_progress_bar=False,
+        **run.batch.trainer_arguments(val_every=1),
     )
     trainer.validate(run.module, run.data, verbose=False)
     assert mode.modes == (False, False)

@@ -19,7 +19,6 @@ from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
 from lockstep_gpt.launch.first_signal import FirstSignal
 from lockstep_gpt.launch.shared_stop import SharedStop
 from lockstep_gpt.run.callbacks.guards import Guards, stall_limit
-from lockstep_gpt.run.run_settings import GuardConfig
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
@@ -82,7 +81,7 @@ FSDP2 = {
 }
 STRATEGIES = {
     "ddp": lambda: strategies.ddp(**DDP),
-    "fsdp2": lambda: strategies.fsdp2(accelerator="cpu", world_size=2, **FSDP2),
+    "fsdp2": lambda: strategies.fsdp2(**FSDP2),
 }
 
 
@@ -151,7 +150,10 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save(monkeypatch):
 )
 def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeout, limit):
     assert stall_limit(stall_after, backend_of(accelerator), timeout) == limit
-    assert GuardConfig().stall_after == Guards().stall_after == 1800.0
+
+
+def test_runs_and_guards_have_the_same_limit(composed):
+    assert composed("experiment=smoke").guard.stall_after == Guards().stall_after == 1800.0
 
 
 def test_nccl_s_flight_recorder_is_on_before_ranks_meet(monkeypatch, tmp_path):

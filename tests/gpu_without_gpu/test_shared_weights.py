@@ -12,14 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.distributed import fsdp2, strategies
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.gpt import GPT
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WORLD, ACCUMULATION, STEPS, LAYERS = 8, 2, 3, 2
 SETTINGS = {
-    "accelerator": "cpu",
-    "world_size": WORLD,
     "process_group_backend": None,
     "timeout_seconds": 60,
     "reshard_after_forward": True,
@@ -62,7 +60,7 @@ class Batches(Callback):
 @pytest.mark.usefixtures("eight")
 @pytest.mark.parametrize("each", [False, True])
 def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, each):
-    run, sent = new_run(max_steps=STEPS, model=SHAPE, guard=ANY_GRADIENT), Collectives()
+    run, sent = new_run(max_steps=STEPS, model=SHAPE, **ANY_GRADIENT), Collectives()
     with sent:
         strategy = strategies.fsdp2(**SETTINGS, reduce_each=each)
         run.fit(Batches(sent), strategy=strategy, devices=WORLD)
@@ -79,15 +77,15 @@ def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, eac
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_zero_builds_the_whole_model(rank, monkeypatch):
-    shape = ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16)
-    model = build_gpt(shape, 70)
+    shape = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+    model = GPT(70, **shape)
     strategy = fsdp2.ShardedStrategy.__new__(fsdp2.ShardedStrategy)
     monkeypatch.setattr(fsdp2.ShardedStrategy, "global_rank", rank)
     built = []
 
     def build():
         built.append(1)
-        return build_gpt(shape, 70)
+        return GPT(70, **shape)
 
     whole = strategy.whole_model(model, build)
     assert (whole is not None) == bool(built) == (rank == 0)
@@ -103,13 +101,13 @@ def test_blocks_share_one_graph_the_loss_has_another_and_nothing_is_compiled_aga
 ):
     shape = {**SHAPE, "activation_checkpointing": recomputed}
     strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
-    run = new_run(max_steps=6, model=shape, compile=True, guard=ANY_GRADIENT)
+    run = new_run(max_steps=6, model=shape, compile=True, **ANY_GRADIENT)
     run.fit(graphs, run.checkpoints(tmp_path), **strategy)
     once = [("train", 0)] * 2 + [("validate", 0)] * 2
     assert graphs.made == once
     counters.clear()
     strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
-    resumed = new_run(max_steps=9, model=shape, compile=True, guard=ANY_GRADIENT)
+    resumed = new_run(max_steps=9, model=shape, compile=True, **ANY_GRADIENT)
     saves = resumed.checkpoints(tmp_path)
     resumed.fit(graphs, saves, ckpt_path=next(tmp_path.glob("*006.ckpt")), **strategy)
     assert graphs.made in (once, once * 2)  # another model may have others, but not more

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.gpt import GPT
 from lockstep_gpt import optim
+from lockstep_gpt.gpt import GPT
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from lightning import Callback
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.distributed.tensor_parallel import refuse_unsplittable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import checks
-from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.gpt import GPT
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = [
@@ -19,8 +20,6 @@ pytestmark = [
 ]
 WORLD, TENSOR, LAYERS = 8, 2, 3
 SETTINGS = {
-    "accelerator": "cpu",
-    "world_size": WORLD,
     "process_group_backend": None,
     "timeout_seconds": 60,
     "reshard_after_forward": True,
@@ -29,9 +28,13 @@ SETTINGS = {
     "save_parts": False,
     "tensor_parallel": TENSOR,
 }
-GPT = {"n_layer": LAYERS, "n_embd": 32}
-MODERN = {**GPT, "architecture": "modern", "bias": False, "n_kv_head": 2, "ngram_rows": 16}
-SHAPES = {"gpt": GPT, "modern": MODERN, "recomputed": {**MODERN, "activation_checkpointing": True}}
+PLAIN = {"n_layer": LAYERS, "n_embd": 32}
+MODERN = {**PLAIN, "architecture": "modern", "n_kv_head": 2, "ngram_rows": 16}
+SHAPES = {
+    "gpt": PLAIN,
+    "modern": MODERN,
+    "recomputed": {**MODERN, "activation_checkpointing": True},
+}
 # Up to torch 2.12, the fake process group doesn't write the scattered gradients: they may be NaN.
 ANY_GRADIENT = {"max_skipped": 100}
 
@@ -61,9 +64,9 @@ class Batches(Callback):
 
 
 @pytest.mark.usefixtures("eight")
-@pytest.mark.parametrize(("shape", "tables"), [(GPT, 1), (MODERN, 2)], ids=["gpt", "modern"])
+@pytest.mark.parametrize(("shape", "tables"), [(PLAIN, 1), (MODERN, 2)], ids=["gpt", "modern"])
 def test_a_block_adds_activations_four_times_per_micro_batch(new_run, shape, tables):
-    run, sums = new_run(max_steps=2, model=shape, guard=ANY_GRADIENT), Sums()
+    run, sums = new_run(max_steps=2, model=shape, **ANY_GRADIENT), Sums()
     with sums:
         run.fit(Batches(sums), strategy=strategies.fsdp2(**SETTINGS), devices=WORLD)
     # In addition, each table of embeddings in forward, and the gradient of the head's input.
@@ -76,7 +79,7 @@ def test_a_block_adds_activations_four_times_per_micro_batch(new_run, shape, tab
 def test_blocks_share_one_graph_and_nothing_is_compiled_again(new_run, graphs, shape):
     counters.clear()
     strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
-    run = new_run(max_steps=6, model=shape, compile=True, guard=ANY_GRADIENT)
+    run = new_run(max_steps=6, model=shape, compile=True, **ANY_GRADIENT)
     run.fit(graphs, **strategy)
     assert graphs.made == [("train", 0)] * 2 + [("validate", 0)] * 2
     assert not counters["graph_break"]
@@ -88,7 +91,7 @@ def test_compiled_ranks_have_the_losses_of_eager_ones(new_run, losses_on_two, sh
     def losses(compiled):
         return losses_on_two(
             lambda: new_run(max_steps=4, model=shape, compile=compiled),
-            lambda: strategies.fsdp2(**{**SETTINGS, "world_size": 2}),
+            lambda: strategies.fsdp2(**SETTINGS),
         )
 
     (eager, _), (compiled, made) = losses(False), losses(True)
@@ -97,12 +100,10 @@ def test_compiled_ranks_have_the_losses_of_eager_ones(new_run, losses_on_two, sh
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_dropout_is_refused_on_gpus_whose_kernels_draw_it(composed):
-    words = ("optim=adamw", "strategy=fsdp2", "strategy.tensor_parallel=2")
-    config = composed(*words, "model.dropout=0.1")
-    gpus = Placement("cuda", 2, 1)
+def test_dropout_is_refused_on_gpus_whose_kernels_draw_it():
+    noisy, plain = (GPT(70, 8, 1, 2, 16, dropout=dropout) for dropout in (0.1, 0.0))
+    gpu = torch.device("cuda")
     with pytest.raises(UserError, match=r"model.dropout=0.1 differs from one device's on GPUs"):
-        checks.refuse_impossible(config, gpus)
-    checks.refuse_impossible(config, Placement("cpu", 2, 1))
-    checks.refuse_impossible(composed(*words, "model.dropout=0"), gpus)
-    checks.refuse_impossible(composed(*words[:2], "model.dropout=0.1"), gpus)
+        refuse_unsplittable(noisy, 2, gpu)
+    refuse_unsplittable(noisy, 2, torch.device("cpu"))
+    refuse_unsplittable(plain, 2, gpu)

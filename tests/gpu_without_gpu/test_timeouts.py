@@ -6,16 +6,15 @@ import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.ranks import gloo_group
+from lockstep_gpt.distributed.ranks import Ranks, gloo_group
+from lockstep_gpt.launch import rank as of_launch
 from lockstep_gpt.run.callbacks.guards import stall_limit
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
+from lockstep_gpt.run.directory import RunDirectory
 
 SECONDS = 77  # torch's defaults are 600 and 1800; the ranks of these tests joined with 30
 FSDP2 = {
-    "accelerator": "cpu",
-    "world_size": 2,
     "process_group_backend": None,
     "timeout_seconds": SECONDS,
     "reshard_after_forward": True,
@@ -47,9 +46,9 @@ def test_the_mesh_and_the_vote_wait_as_long_as_is_set(
 ):
     def rank(number):
         os.environ.update(rank_environment(number, 2))
-        run = new_run(max_steps=1, strategy={"timeout_seconds": SECONDS})
+        run = new_run(max_steps=1)
         checkpoints = run.checkpoints(tmp_path)
-        stop = GracefulStop(checkpoints, timeout=SECONDS)
+        stop = GracefulStop(checkpoints)
         waits = Waits(stop)
         strategy = strategies.fsdp2(**FSDP2, tensor_parallel=tensor_parallel)
         run.fit(waits, stop, checkpoints, strategy=strategy, devices=2)
@@ -69,9 +68,10 @@ def test_a_group_of_some_ranks_waits_as_long_as_it_is_told(on_ranks):
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("seconds", [20, 600, 1800, 7200])
-def test_the_guard_of_a_stall_ends_a_run_before_any_group_of_nccl_does(backend, seconds):
-    strategy = {"timeout_seconds": seconds, "process_group_backend": backend}
-    config = Config(max_steps=1, trainer={"accelerator": "cuda"}, strategy=strategy)
-    assert config.longest_wait == seconds
+def test_the_guard_of_a_stall_ends_a_run_before_any_group_of_nccl_does(tmp_path, backend, seconds):
+    directory = RunDirectory(tmp_path)
+    directory.create({"strategy": {"timeout_seconds": seconds, "process_group_backend": backend}})
+    run = of_launch._run_of(directory, directory.resolved(), Ranks())
+    assert run.timeout == seconds
     if backend == "nccl":
-        assert stall_limit(1e9, backend, config.longest_wait) < config.longest_wait
+        assert stall_limit(1e9, backend, run.timeout) < run.timeout

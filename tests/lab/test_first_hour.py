@@ -17,9 +17,8 @@ import torch
 import yaml
 from packaging.requirements import Requirement
 
+import lockstep
 from lockstep_gpt import cli
-from lockstep_gpt.config import from_container
-from lockstep_gpt.training.building import schedule_of
 
 FOLDER = Path(__file__).parents[2] / "lab/first_hour"
 LIST = """
@@ -258,16 +257,17 @@ def test_the_commands_for_gpus_compose_and_their_batches_divide(recorded, capsys
         if cli.main(["train", *settings, "--cfg", "job"]) != 0:
             assert OF_EXTRAS.search(capsys.readouterr().err), words
             continue
-        config = from_container(yaml.safe_load(capsys.readouterr().out))
+        values = yaml.safe_load(capsys.readouterr().out)
         if arguments[0] != "train":
             continue
-        devices = config.trainer["devices"]
+        devices = values["trainer"]["devices"]
         if launched:
             devices = int(launched[0].partition("=")[2])
         elif devices == "auto":
             devices = 8
-        batch = config.batch.build().spread_over(devices)
-        assert schedule_of(config, batch).steps == config.max_steps
+        lockstep.build(values["batch"]).spread_over(devices)
+        schedule = lockstep.build(values["schedule"], steps=values["max_steps"], peak=1.0)
+        assert schedule.steps == values["max_steps"]
         trains += 1
     assert trains == 23
 

@@ -8,7 +8,6 @@ import pytest
 from lockstep_gpt.distributed import waiting
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, meeting, start
-from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.machines import rendezvous_parameters
 from lockstep_gpt.launch.main import spread_batches
 from lockstep_gpt.launch.placement import Launch, Placement

@@ -1,10 +1,10 @@
 import shutil
+from functools import partial
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies as remote
 from lockstep_gpt.run import checkpoint_downloads
@@ -13,6 +13,8 @@ from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.frozen_file import frozen_text
+from lockstep_gpt.run.kept import refuse_other_experiment
+from lockstep_gpt.tokens.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer().to_dict()
 
@@ -77,6 +79,11 @@ def saved(disk, directory, step, **model):
     disk.save_checkpoint({**content(step), "config": identity(run_dir, **model)}, path)
 
 
+def compared(directory):
+    """Return what refuses copies of other models than that of the run."""
+    return partial(refuse_other_experiment, ours=directory.values(), kept=["model"])
+
+
 def test_runs_of_two_sweeps_have_separate_folders():
     places = [copies_of(run_dir, "s3://far/") for run_dir in ("runs/one/0", "runs/two/0")]
     assert places == ["s3://far/runs/one/0", "s3://far/runs/two/0"]
@@ -101,7 +108,9 @@ def test_a_run_that_lost_its_disk_resumes_from_its_own_copies(tmp_path):
     saved(writer_to(far, first), first, 5)
     anew = run_in(tmp_path / "there", "runs/0")
     disk = writer_to(far, anew, continues=True)
-    assert fetch(anew, "runs/0", str(far)).path == checkpoint_path(anew.checkpoints, 5)
+    assert fetch(anew, "runs/0", str(far), compared(anew)).path == checkpoint_path(
+        anew.checkpoints, 5
+    )
     saved(disk, anew, 7)
     expected = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
     assert copies(str(far / "runs/0")) == expected
@@ -116,22 +125,21 @@ def test_a_copy_of_another_model_is_rejected_and_removed(tmp_path):
     saved(writer_to(far, first), first, 5, n_layer=2)
     anew = run_in(tmp_path / "there", "runs/0")
     with pytest.raises(UserError, match=r"runs/0/step=000005.ckpt keeps .* model.n_layer=1 inst"):
-        fetch(anew, "runs/0", str(far))
+        fetch(anew, "runs/0", str(far), compared(anew))
     assert not list(anew.checkpoints.iterdir())
     forced = run_in(tmp_path / "forced", "runs/0")
-    assert fetch(forced, "runs/0", str(far), force=True) is not None
+    assert fetch(forced, "runs/0", str(far), compare=None) is not None
 
 
-def test_copies_of_an_earlier_version_are_found_only_by_their_run(tmp_path, caplog):
+def test_a_copy_of_another_run_is_refused_and_removed(tmp_path):
     far = tmp_path / "far"
     first = run_in(tmp_path / "here", "runs/one/0")
-    saved(CopyingCheckpointIO(copy_to=str(far / "0")), first, 5)
+    saved(CopyingCheckpointIO(copy_to=str(far / "runs/two/0")), first, 5)
     other = run_in(tmp_path / "there", "runs/two/0")
-    assert fetch(other, "runs/two/0", str(far)) is None
-    assert "is a copy of run_dir=runs/one/0, not of runs/two/0; set another" in caplog.text
-    directory = run_in(tmp_path / "there", "runs/one/0")
-    copy = fetch(directory, "runs/one/0", str(far))
-    assert copy.path == checkpoint_path(directory.checkpoints, 5)
+    rule = r"is a copy of run_dir=runs/one/0, not of runs/two/0; set another"
+    with pytest.raises(UserError, match=rule):
+        fetch(other, "runs/two/0", str(far), compare=None)
+    assert not list(other.checkpoints.iterdir())
 
 
 def test_a_failed_copy_is_reported_and_does_not_end_the_run(tmp_path, caplog, monkeypatch):

@@ -76,6 +76,7 @@ def test_a_run_whose_checkpoints_are_away_never_starts_over(run, command, away):
     assert AWAY[away] in refusal(command, RESUME)
     changed = {run / name for name in ("train.log", "failed.json", "overrides.log")}
     after = content_of(run)
+    changed |= {*run.glob("wandb/*.log")}  # wandb's own, from before the refusal
     assert all(after[path] == before[path] for path in before.keys() - changed)
     assert AWAY[away].partition("checkpoints ")[2].split(";")[0] in refusal(command, GENERATE)
 
@@ -124,8 +125,7 @@ def test_damaged_files_that_only_inform_are_ignored_by_name_and_replaced(run, co
     assert metrics.read_text().splitlines()[:5] == rows
     assert command.summary("run")["status"] == "done"
     assert (run / "overrides.log").read_bytes().startswith(b"\xff\xfe\nx\n")
-    again = (*command.smoke("logger=wandb"), *RESUME[1:], "max_steps=22")
-    assert "run is done" in command(*again).stdout  # what the log does name may differ
+    assert "run is done" in command(*LONGER).stdout
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "train.log", "overrides.log", "summary.json"])
@@ -215,12 +215,12 @@ def test_weights_that_are_not_finite_are_refused_by_every_command(change, comman
     fault = f"checkpoint run/{LAST} has weights that are not finite, such as "
     for words in (GENERATE, ("evaluate", "run")):
         line = refusal(command, words)
-        assert f"{fault}blocks.1.attention.qkv.weight; use another checkpoint" in line
+        assert f"{fault}model.blocks.1.attention.qkv.weight; use another checkpoint" in line
     line = refusal(command, LONGER)
     assert f"{fault}model.blocks.1.attention.qkv.weight; move it to another folder" in line
 
 
-@pytest.mark.parametrize("name", ["samples", "optimizer_states"])
+@pytest.mark.parametrize("name", ["loops", "optimizer_states"])
 def test_a_checkpoint_that_lacks_parts_is_refused_by_its_name(change, run, command, name):
     change(lambda content: content.pop(name))
     words = command.smoke(

@@ -8,28 +8,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lockstep_gpt import stop_signals
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.memory import StateInMemory
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.finite_states import first_broken, own_part
 from lockstep_gpt.run.memory import files
 from lockstep_gpt.run.memory.files import identity_of, states_in
-from lockstep_gpt.run.memory.writer import MemoryWriter
+from lockstep_gpt.run.run import Run
 
 BROKEN = [float("nan"), float("inf"), float("-inf")]
 DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
 FSDP2 = {
-    "accelerator": "cpu",
-    "world_size": 2,
     "process_group_backend": None,
     "timeout_seconds": 60,
     "reshard_after_forward": True,
@@ -182,8 +177,8 @@ def test_all_ranks_refuse_what_one_of_them_has_broken(
 
     def rank(number):
         run = new_run(max_steps=9, val_every=100, checkpoint={"every": 2})
-        chosen = strategies.ddp(**DDP) if strategy == "ddp" else strategies.fsdp2(**FSDP2)
         os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        chosen = strategies.ddp(**DDP) if strategy == "ddp" else strategies.fsdp2(**FSDP2)
         checkpoints = run.checkpoints(tmp_path)
         breaks = [Break(4, moment)] if number == 1 else []
         try:
@@ -206,11 +201,8 @@ def test_no_such_state_is_kept_in_memory(new_run, tmp_path, monkeypatch):
     directory.create({"seed": 1})
     run = new_run(max_steps=9, val_every=100, checkpoint={"every": 100})
     checkpoints = run.checkpoints(directory.checkpoints)
-    hashes, writer = WeightHashes(), MemoryWriter(identity_of(directory))
-    state = StateInMemory(checkpoints, hashes, writer, every=2)
-    state.ranks = Ranks(0, 0, 2, 2)
-    state.prepare(SingleDeviceStrategy(), 1 << 16, None)
+    state = StateInMemory(Run(directory.path, {"seed": 1}), every=2)
     with pytest.raises(RunError, match=r"^step 6: model"):
-        run.fit(Break(6), GracefulStop(checkpoints, state.turns), checkpoints, state)
-    writer.close()
+        run.fit(Break(6), GracefulStop(), checkpoints, state)
+    state.writer.close()
     assert [kept.step for kept in states_in(identity_of(directory))] == [4, 2]

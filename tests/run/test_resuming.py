@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
+from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_sums
 from lockstep_gpt.run.checkpoint import (
@@ -91,9 +91,9 @@ def test_each_machine_hashes_a_checkpoint_once(new_run, on_ranks, tmp_path, hash
     def resume(rank):
         join_machine(rank, per_machine)
         hashed.clear()
-        run = new_run(max_steps=4, resume="auto")
+        run = new_run(max_steps=4)
         io = AtomicCheckpointIO(directory)
-        io.verified = state_to_resume(directory, run.module, "auto")
+        io.verified = state_to_resume(directory)
         places = {"strategy": strategies.ddp(**DDP), "devices": per_machine, "num_nodes": machines}
         checkpoints = run.checkpoints(directory.checkpoints)
         trainer = run.fit(checkpoints, io=io, ckpt_path=str(io.verified.path), **places)

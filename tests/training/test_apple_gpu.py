@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-from lockstep_gpt.tokens.windows import Stored
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.run.means import Mean
+from lockstep_gpt.tokens.windows import Stored
 from lockstep_gpt.training.seeds import seed_device
 
 ABSENT = {torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex128}
@@ -62,7 +62,7 @@ def test_its_random_numbers_are_seeded(monkeypatch):
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "uint32"])
 def test_tokens_are_copied_as_int32(stored):
     windows = torch.from_numpy(np.ones((2, 9), dtype=stored))
-    transfer = TokenDataModule.transfer_batch_to_device
+    transfer = Tokens.transfer_batch_to_device
     with FakeTensorMode(allow_non_fake_inputs=True):
         sent = transfer(None, Stored(windows, 2), DEVICE)
     assert (sent.ids.dtype, sent.ids.device, sent.real) == (torch.int32, DEVICE, 2)

@@ -1,23 +1,25 @@
 """The gradient of a step is that of one mean over all its targets, however they are spread."""
 
-from types import SimpleNamespace
-
 import lightning
 import pytest
 import torch
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
+from lockstep_gpt.batch import Batch
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.module import count_targets
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.checkpoint import write_checkpoint
-from lockstep_gpt.training.building import counted_targets, counting
+from lockstep_gpt.run.run import Run
+from lockstep_gpt.tokens.windows import StreamWindows
+from lockstep_gpt.train import build
 from lockstep_gpt.training.counted_targets import CountTargets
 
 STEPS = 3
 
 
-class SomeTargets(TokenDataModule):
+class SomeTargets(Tokens):
     """Batches of which some targets are `IGNORE`: a share that differs from sample to sample."""
 
     none = False
@@ -74,7 +76,7 @@ def run_of(new_run, micro_size, world_size=1, **settings):
 
 
 def fitted(run, *callbacks, **settings):
-    counts = CountTargets(counted_targets, typical=96)
+    counts = CountTargets(count_targets, typical=96)
     found = Gradients()
     torch.manual_seed(0)
     run.fit(Metrics(every=1), *callbacks, counts, found, **settings)
@@ -164,18 +166,21 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(new_run):
     assert found.losses == [0.0] * STEPS
 
 
-def test_runs_in_which_every_target_counts_have_no_callback(new_run):
-    run = new_run()
-    assert not run.data.may_ignore
-    assert counting(run.config, run.data) == []
+def counting_of(composed, monkeypatch, path, *, may_ignore):
+    """Return the callbacks that count targets in a run of `train.py`."""
+    settings = ("experiment=smoke", "data=synthetic", "logger=none", "callbacks=[]")
+    config = composed(*settings, "trainer=cpu", "trainer.devices=1", f"data.root={path / 'data'}")
+    monkeypatch.setattr(StreamWindows, "has_padding", may_ignore)
+    _, _, trainer = build(config, Run.alone(path / "run", config))
+    return [callback for callback in trainer.callbacks if isinstance(callback, CountTargets)]
 
 
-def test_padding_and_data_of_the_user_s_have_the_callback(new_run):
-    run = new_run()
-    run.data.windows["train"].has_padding = True
-    for data in (run.data, SimpleNamespace()):
-        (callback,) = counting(run.config, data)
-        assert isinstance(callback, CountTargets)
+def test_runs_in_which_every_target_counts_have_no_callback(composed, monkeypatch, tmp_path):
+    assert counting_of(composed, monkeypatch, tmp_path, may_ignore=False) == []
+
+
+def test_runs_with_padding_have_the_callback(composed, monkeypatch, tmp_path):
+    assert len(counting_of(composed, monkeypatch, tmp_path, may_ignore=True)) == 1
 
 
 @pytest.mark.slow
@@ -183,7 +188,7 @@ def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_
     settings = {"exact_micro_size": 2, "micro_size": 2}
 
     def train(world_size, **strategy):
-        run = run_of(new_run, 2, world_size, batch=settings, trainer={"accelerator": "cpu"})
+        run = run_of(new_run, 2, world_size, batch=settings)
         found = fitted(run, **strategy)
         return [[each.tolist() for each in step] for step in found.steps], found.losses
 
@@ -215,7 +220,7 @@ def resumed_rows(new_run, tmp_path, micro_size, change=None):
     every = {"max_steps": 8, "checkpoint": {"every": 5, "keep_last": 9}}
     whole, again = Rows(3), Rows(3)
     run = run_of(new_run, 3, **every)
-    counts = CountTargets(counted_targets)
+    counts = CountTargets(count_targets)
     run.fit(whole.metrics, counts, whole, run.checkpoints(tmp_path))
     path = tmp_path / "step=000005.ckpt"
     if change:
@@ -224,7 +229,7 @@ def resumed_rows(new_run, tmp_path, micro_size, change=None):
         write_checkpoint(content, path)
     run = run_of(new_run, micro_size, **every)
     saves = run.checkpoints(tmp_path / "again")
-    counts = CountTargets(counted_targets)
+    counts = CountTargets(count_targets)
     run.fit(again.metrics, counts, again, saves, ckpt_path=path)
     return whole.rows[6], again.rows[6]
 

@@ -6,14 +6,14 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
+from lockstep_gpt.modern import ModernGPT
+from lockstep_gpt.optim import muon
 from lockstep_gpt.training import orthogonalization
 from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
 from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.optim import muon
 from lockstep_gpt.training.orthogonalization import orthogonalized
 
-SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def exact(monkeypatch):
 
 def model():
     torch.manual_seed(0)
-    return build_gpt(ModelConfig(**SHAPE, architecture="modern"), 70)
+    return ModernGPT(70, **SHAPE)
 
 
 def optimizer_of(gpt, **settings):

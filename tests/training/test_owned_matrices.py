@@ -19,7 +19,7 @@ from lockstep_gpt.training.owned_matrices import OwnedMatrices, owners_of
 SHAPES = [(20, 30), (30, 20), (17, 17), (20, 30), (20, 30), (30, 20), (20, 30)]
 SHORT = [(16, 40), (8, 8), (40, 16), (16, 40)]  # which no rank owns
 GPT = {"architecture": "gpt", "n_layer": 2, "n_embd": 32, "bias": False}
-MODERN = {"architecture": "modern", "n_layer": 2, "n_embd": 32, "bias": False}
+MODERN = {"architecture": "modern", "n_layer": 2, "n_embd": 32}
 
 
 def sizes_of_layers(layers, width):
@@ -152,7 +152,8 @@ def test_a_run_ends_as_if_each_rank_computed_all_updates(on_ranks, new_run, mode
             model=model,
             max_steps=12,
             val_every=12,
-            optim={"algorithm": "muon", "lr": 0.02, "clip_norm": 0.5, "weight_decay": 0.1},
+            clip_norm=0.5,
+            optim={"algorithm": "muon", "lr": 0.02, "weight_decay": 0.1},
         )
         strategy = strategies.ddp(process_group_backend="gloo")
         trainer = run.fit(strategy=strategy, devices=world_size, precision=precision)

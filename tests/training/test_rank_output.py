@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
@@ -34,10 +33,6 @@ def process(monkeypatch):
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream, number)
         os.close(stream)
-
-
-def config(verbosity="normal"):
-    return Config(max_steps=1, verbosity=verbosity)
 
 
 def test_rank_zero_writes_the_same_to_screen_and_log(run, capsys):

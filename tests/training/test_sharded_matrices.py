@@ -1,5 +1,7 @@
 """Muon on shards of rows: the same training as on one rank, to the rounding of float64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,13 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lockstep_gpt.model.model_settings import ModelConfig, build_gpt
-from lockstep_gpt.training import orthogonalization, sharded_matrices
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.optim import muon
+from lockstep_gpt.training import orthogonalization, sharded_matrices
 from lockstep_gpt.training.sharded_matrices import ShardedMatrices
 
 # Six rows leave the last of four ranks without any.
-SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 1, "n_embd": 6, "bias": False}
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 1, "n_embd": 6}
 SAMPLES = 8
 MICRO_BATCHES = 2  # on each rank
 
@@ -23,10 +26,10 @@ def exact(monkeypatch):
     monkeypatch.setattr(orthogonalization, "product_type", lambda _: torch.float64)
 
 
-def parts_of(architecture, world_size):
+def parts_of(make_model, world_size):
     """Return a model and its optimizer, sharded if there are several ranks."""
     torch.manual_seed(0)
-    model = build_gpt(ModelConfig(**SHAPE, architecture=architecture), 50).double()
+    model = make_model(50, **SHAPE).double()
     if world_size > 1:
         mesh = init_device_mesh("cpu", (world_size,))
         for block in model.blocks:
@@ -64,9 +67,9 @@ def step(model, optimizer, rank, world_size, seed, skip=False):
     return float(total) / world_size
 
 
-def trained(rank, world_size, architecture):
+def trained(rank, world_size, make_model):
     """Return the losses of 20 steps, of which the tenth is skipped, and what was learned."""
-    model, optimizer = parts_of(architecture, world_size)
+    model, optimizer = parts_of(make_model, world_size)
     losses = [step(model, optimizer, rank, world_size, seed, skip=seed == 10) for seed in range(20)]
     states = [optimizer.state[weight] for weight in model.parameters()]
     values = [value for state in states for value in state.values()]
@@ -75,13 +78,17 @@ def trained(rank, world_size, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "world_size"), [("gpt", 2), ("modern", 4)])
+@pytest.mark.parametrize(
+    ("make_model", "world_size"),
+    [(partial(GPT, bias=False), 2), (ModernGPT, 4)],
+    ids=["gpt", "modern"],
+)
 def test_shards_learn_what_one_rank_learns_to_the_rounding_of_float64(
-    on_ranks, architecture, world_size
+    on_ranks, make_model, world_size
 ):
-    ((losses, learned),) = on_ranks(1, lambda rank: trained(rank, 1, architecture))
+    ((losses, learned),) = on_ranks(1, lambda rank: trained(rank, 1, make_model))
     assert losses[-1] < losses[0] - 0.1
-    for found, theirs in on_ranks(world_size, lambda rank: trained(rank, world_size, architecture)):
+    for found, theirs in on_ranks(world_size, lambda rank: trained(rank, world_size, make_model)):
         assert found == pytest.approx(losses, abs=1e-10)
         for ours, expected in zip(theirs, learned, strict=True):
             assert ours == pytest.approx(expected, rel=1e-8, abs=1e-9)
@@ -89,7 +96,7 @@ def test_shards_learn_what_one_rank_learns_to_the_rounding_of_float64(
 
 def sizes(rank):
     """Return the elements of this rank's momentum of matrices, and all elements of these."""
-    model, optimizer = parts_of("modern", 4)
+    model, optimizer = parts_of(ModernGPT, 4)
     step(model, optimizer, rank, 4, seed=0)
     momenta = [optimizer.state[matrix]["momentum"] for matrix in optimizer.matrices]
     kept = sum(momentum.to_local().numel() for momentum in momenta)
@@ -112,7 +119,7 @@ def test_captured_graphs_learn_what_the_code_does(on_ranks, monkeypatch):
     monkeypatch.setattr(sharded_matrices, "compiled_for_each_shape", capture)
 
     def losses_of(rank, compiled):
-        model, optimizer = parts_of("modern", 4)
+        model, optimizer = parts_of(ModernGPT, 4)
         optimizer.placement = ShardedMatrices(compiled)
         return [step(model, optimizer, rank, 4, seed) for seed in range(2)]
 

@@ -73,8 +73,8 @@ class Profiled(Callback):
             torch.cuda.synchronize()
 
 
-def sharded_over_one_rank(*, accelerator: str, world_size: int, **settings: Any) -> Any:  # noqa: ARG001
+def sharded_over_one_rank(*, batch: Any, **settings: Any) -> Any:  # noqa: ARG001
     """Return the strategy `fsdp2` as it is with several ranks: for one, ours shards nothing."""
     from lockstep_gpt.distributed.fsdp2 import build_fsdp2
 
-    return build_fsdp2(world_size, **settings)
+    return build_fsdp2(1, **settings)

@@ -79,7 +79,9 @@ def added(word: str) -> str:
 def quoted(word: str) -> str:
     """Quote a value that Hydra's grammar can't read, such as the path `step=000500.ckpt`."""
     name, equals, value = word.partition("=")
-    if word.startswith("-") or not equals or value.startswith(("'", '"', "[", "{")):
+    if not re.fullmatch(r"\+{0,2}[\w.@/]+", name, re.ASCII) or not equals:
+        return word
+    if value.startswith(("'", '"', "[", "{")):
         return word
     if not NUMBER_AS_NAME.fullmatch(word):
         try:
@@ -108,12 +110,17 @@ def for_hydra(words: list[str]) -> list[str]:
     place = quoted(f"run_dir={named[-1]}").partition("=")[2]
     if path.is_file():
         raise UserError(f"run_dir={path} is a file; name a folder, or a new path")
+    is_run = (path / "config.yaml").is_file()
+    if is_run and {"-m", "--multirun"} & {*words}:
+        raise UserError(
+            f"run_dir={path} is a run, but with --multirun, run_dir is a folder of runs; name "
+            "another one"
+        )
     places = [f"{setting}{place}" for setting in hydras]
-    run = RunDirectory(path)
-    if run.config.is_file():  # what Hydra has written there stays
+    if is_run:  # what Hydra has written there stays
         places.append("hydra.output_subdir=null")
         if "resume=auto" in (word.replace('"', "").replace("'", "") for word in words):
-            added_words = with_recorded(added_words, run.values())
+            added_words = with_recorded(added_words, RunDirectory(path).values())
     return with_overrides(added_words, places)
 
 
@@ -210,6 +217,38 @@ def with_arguments(source: Source, words: list[str]) -> list[str]:
     return [f"++{word}" if _is_unlisted(word, values, known) else word for word in words]
 
 
+def refuse_misspelled(source: Source, words: list[str], values: dict[str, Any]) -> None:
+    """Raise a `UserError` for a name in a chosen file that nearly is one of the main file.
+
+    Any file may add settings that the program reads, so only near ones are refused.
+    """
+    if source.config_name is None:
+        return
+    folder = _folder_of(source)
+    main_file = folder / f"{source.config_name}.yaml"
+    if not main_file.is_file():
+        return
+    content: Any = OmegaConf.to_container(OmegaConf.load(main_file), resolve=False)
+    known = {*content, *(path.name for path in folder.iterdir() if path.is_dir())}
+    typed = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in words}
+    for name in values:
+        if name in known or name in typed:
+            continue
+        if "." in name:
+            raise UserError(f"{name!r} in a YAML file is one name with a dot in it; nest it")
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise UserError(f"unknown setting {name}; did you mean {near[0]}?")
+
+
+def refuse_dangling(values: dict[str, Any]) -> None:
+    """Raise a `UserError` for a reference to what isn't there."""
+    try:
+        OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}; set it") from None
+
+
 def refuse_missing(values: dict[str, Any]) -> None:
     """Raise a `UserError` for a setting that the YAML files leave to the user, and that is open."""
     missing = [name for name, value in flat(values) if value == "???"]
@@ -232,6 +271,9 @@ def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any])
     for name, value in values.items():
         default = usual.get(name)
         _refuse_other_kind(name, value, default)
+        if isinstance(default, dict) and isinstance(value, dict):
+            for inner, node in value.items():
+                _refuse_no_node(f"{name}.{inner}", node, default.get(inner))
         if name == "launch" and isinstance(default, dict) and isinstance(value, dict):
             for inner, number in value.items():
                 _refuse_other_kind(f"{name}.{inner}", number, default.get(inner), is_inner=True)
@@ -251,8 +293,14 @@ def _refuse_other_kind(name: str, value: Any, default: Any, *, is_inner: bool = 
         is_whole = isinstance(default, int) and not is_inner
         check(name, value, not is_whole, "must be a whole number")
         check(name, value, is_number, "must be a number")
-    elif isinstance(default, dict):
-        check(name, value, isinstance(value, dict), f"is a group; set {name}.NAME, or null")
+    _refuse_no_node(name, value, default)
+
+
+def _refuse_no_node(name: str, value: Any, default: Any) -> None:
+    """Raise a `UserError` for a value in the place of a group or a node."""
+    if value is None or not isinstance(default, dict) or "${" in str(value):
+        return
+    check(name, value, isinstance(value, dict), f"is a group; set {name}.NAME, or null")
 
 
 def choices_among(source: Source, words: list[str]) -> list[str]:
@@ -310,7 +358,11 @@ def one_line(source: Source, error: Exception, words: list[str]) -> str:
         quotes = """to set a text, quote it for Hydra and for the shell: 'NAME="TEXT"'"""
         return f"{error.override}: {text}; {quotes}"
     if isinstance(error, MissingConfigException):
-        return _unknown_choice(error) or text
+        return _unknown_choice(source, error) or text
+    for word in choices_among(source, words):
+        name, _, value = word.partition("=")
+        if re.fullmatch(r"[\d.]+|null|true|false", value) and text.startswith("Config group"):
+            return f"{word} is not one of {', '.join(_choices_of(source, name))}"
     cause: Any = error.__cause__ or error.__context__ or error
     if not isinstance(cause, OmegaConfBaseException):
         cause = error
@@ -322,10 +374,14 @@ def one_line(source: Source, error: Exception, words: list[str]) -> str:
     return text
 
 
-def _unknown_choice(error: MissingConfigException) -> str | None:
+def _choices_of(source: Source, group: str) -> list[str]:
+    return sorted(path.stem for path in (_folder_of(source) / group).glob("*.yaml"))
+
+
+def _unknown_choice(source: Source, error: MissingConfigException) -> str | None:
     """Return that a group has no such choice, and which it has; None for another file."""
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    options = sorted(error.options or [])
+    options = sorted(error.options or []) or _choices_of(source, group)
     if not group or not options:
         return None
     near = get_close_matches(choice, options, n=1)
@@ -335,30 +391,28 @@ def _unknown_choice(error: MissingConfigException) -> str | None:
 
 def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     """Return the end of a line that suggests the nearest setting, of what all others compose."""
-    known = known_settings(source, choices_among(source, words))
-    if not known:
+    values = composition(source, choices_among(source, words))
+    if values is None:
         return ""
+    groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
+    known = [*groups, *(setting for setting, _ in flat(values)), *_arguments_beside(name, values)]
     last = name.rpartition(".")[2]
     same = [setting for setting in known if setting.rpartition(".")[2] == last]
+    if last in known:  # of the first level
+        same = [last]
     near = get_close_matches(name, same, n=1) or get_close_matches(name, known, n=1, cutoff=0.75)
     near = near or (same if len(same) == 1 else [])
     hint = f"; did you mean {near[0]}?" if near else "; --cfg job shows all of them;"
     return f"{hint} (+{name}=... would add it)"
 
 
-def known_settings(source: Source, words: list[str]) -> list[str]:
-    """Return the full names of the settings and groups that these words compose."""
-    values = composition(source, words)
-    if values is None:
-        return []
-    names = [name for name, _ in flat(values)]
-    targets = [name for name in names if name.endswith("._target_")]
-    for name in targets:
-        parent = name.removesuffix("._target_")
-        signature = signature_of(str(OmegaConf.select(OmegaConf.create(values), name)))
-        names += [f"{parent}.{argument}" for argument in (signature.named if signature else ())]
-    groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
-    return [*groups, *dict.fromkeys(names)]
+def _arguments_beside(name: str, values: dict[str, Any]) -> list[str]:
+    """Return the arguments of the class whose argument a wrong name seems to be."""
+    parent = name.rpartition(".")[0]
+    node = OmegaConf.select(OmegaConf.create(values), parent) if parent else None
+    target = node.get("_target_") if isinstance(node, DictConfig) else None
+    signature = signature_of(target) if isinstance(target, str) else None
+    return [f"{parent}.{argument}" for argument in (signature.named if signature else ())]
 
 
 def composition(source: Source, words: list[str]) -> dict[str, Any] | None:
@@ -476,6 +530,8 @@ def values_to_freeze(config: DictConfig) -> dict[str, Any]:
     register_resolver("oc.env", read, replace=True)
     try:
         return cast(dict[str, Any], _plain(config, reads))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}; set it") from None
     finally:
         register_resolver("oc.env", oc.env, replace=True)
 

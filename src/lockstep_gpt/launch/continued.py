@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -16,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed, devices, launcher, start
+from lockstep_gpt.launch import composed, devices, launcher, start, usable_files
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.run import trust
 from lockstep_gpt.run.directory import RunDirectory, flat
@@ -49,7 +51,8 @@ def resume(
         UserError: the command changes what makes the run this experiment.
     """
     recorded = run.values()
-    settings = LaunchSettings.of(merged)
+    with naming_file(run):
+        settings = LaunchSettings.of(merged)
     is_open = "trainer.devices" not in (word.partition("=")[0] for word in composed.overrides())
     placement = devices.found(merged, settings, is_open=is_open)
     devices.refuse_half(merged, placement)
@@ -66,12 +69,26 @@ def resume(
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(_done(run, recorded, summary))
         return 0, summary.get("value", math.nan)
+    usable_files.refuse_unusable(run)
     permit = partial(trust.permit, run, bool(values.get("trust_run_dir")), values)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
     continued = ContinuedRun(run, merged, reference or "", changes, permit)
     status = start.start(continued, call)
     return status, math.nan if status else run.read_summary().get("value", math.nan)
+
+
+@contextlib.contextmanager
+def naming_file(run: RunDirectory) -> Iterator[None]:
+    """Name the run's frozen file in the refusal of a setting that this command doesn't set."""
+    try:
+        yield
+    except UserError as mistake:
+        words = re.match(r"[\w.]+", str(mistake))
+        setting = words[0] if words else ""
+        if any(setting.startswith(_place_of(override)) for override in _overrides()):
+            raise
+        raise UserError(f"{run.config}: {mistake}") from None
 
 
 def _done(run: RunDirectory, recorded: dict[str, Any], summary: dict[str, Any]) -> str:
@@ -151,8 +168,9 @@ class ContinuedRun:
     is_named = True
 
     def check(self) -> None:
-        """Raise a `UserError` if the directory is not trusted."""
+        """Raise a `UserError` if the directory is not trusted, or its folder can't be written."""
         self.permit()
+        usable_files.refuse_unwritable_checkpoints(self.run)
 
     def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values: ranks make what they need."""

@@ -7,6 +7,7 @@ This process stays light: it doesn't import torch, so a mistake ends it at once,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -32,6 +33,7 @@ from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.logs import LEVELS, log_to_stdout
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import check_choice
 from lockstep_gpt.stop_signals import Interrupted
 
 BATCHES = ("lockstep.Batch", "lockstep_gpt.batch.Batch")
@@ -221,9 +223,13 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
         values = composed.values_to_freeze(config)
         continues = values.get("resume") == "auto" and run.config.is_file()
         whole = continued.with_overrides(run.values(), values) if continues else values
-        composed.refuse_missing(whole)
-        composed.refuse_other_kinds(program.source, [*words], whole)
-        targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
+        with continued.naming_file(run) if continues else contextlib.nullcontext():
+            composed.refuse_missing(whole)
+            composed.refuse_dangling(whole)
+            composed.refuse_misspelled(program.source, [*words], whole)
+            check_choice("verbosity", whole.get("verbosity", "normal"), tuple(LEVELS))
+            composed.refuse_other_kinds(program.source, [*words], whole)
+            targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
         is_new = values.get("run_dir") is None and composed.is_named_after_time()
         if values.get("resume") == "auto" and is_new and not composed.is_sweep():
             raise UserError(

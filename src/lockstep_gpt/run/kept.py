@@ -26,7 +26,7 @@ def refuse_other_experiment(
     differing = [
         f"{name}={as_typed(mine.get(name))} instead of {as_typed(theirs.get(name))}"
         for name in {**theirs, **mine}
-        if theirs.get(name) != mine.get(name)
+        if theirs.get(name) != mine.get(name) and not _is_open(name, theirs, kept)
     ]
     if not differing:
         return
@@ -35,6 +35,11 @@ def refuse_other_experiment(
     if where.startswith("resume=") and (run / "config.yaml").is_file():
         remedy += f"; to continue the run itself: run_dir={run} resume=auto"
     raise UserError(f"{where} keeps its settings, but got {some_of(differing)}; {remedy}")
+
+
+def _is_open(name: str, saved: Mapping[str, Any], kept: Collection[str]) -> bool:
+    """Return whether a setting was null, to be decided; the arguments of a kept group never are."""
+    return name in kept and name in saved and saved[name] is None
 
 
 def _kept_settings(values: Mapping[str, Any], kept: Collection[str]) -> dict[str, Any]:

@@ -212,6 +212,7 @@ class Run:
         Raises:
             UserError: a setting of a tracker is wrong.
         """
+        facts = {"world_size": self.ranks.world_size, **facts}
         self.facts.update(facts)
         if self.ranks.rank > 0:
             return [self.metrics_csv]
@@ -316,7 +317,7 @@ class Run:
             in_memory=memory is not None,
             writer=memory.writer_for(trainer) if memory else None,
             fetch_copy=partial(self._fetch_copy, copy_to),
-            loses_error=loses_error,
+            loses_error=loses_error and not self.force,
             timeout=self.timeout,
         )
         if self._disk is not None:

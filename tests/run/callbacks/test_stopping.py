@@ -144,7 +144,7 @@ class Spoil(Callback):
 
 def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, tmp_path):
     run, spoil = new_run(max_steps=9, val_every=9, log_every=4), Spoil(2)
-    with pytest.raises(RunError, match=r"^step 2: the gradient is not finite, and guard.max_skip"):
+    with pytest.raises(RunError, match=r"^step 2: the gradient is not finite, and max_skip"):
         run.fit(spoil, Metrics(every=4), run.checkpoints(tmp_path))
     assert torch.equal(run.module.model.final_norm.weight, spoil.weights[2])
     assert not checkpoints_in(tmp_path)
@@ -165,7 +165,7 @@ def test_exactly_the_allowed_updates_are_skipped(new_run):
 
 
 def test_skipped_updates_count_over_a_resume(new_run, tmp_path):
-    settings = {"val_every": 9, "log_every": 1, "guard": {"max_skipped": 1}}
+    settings = {"val_every": 9, "log_every": 1, "max_skipped": 1}
     first, rest = new_run(max_steps=3, **settings), new_run(max_steps=6, **settings)
     first.fit(Spoil(2), Metrics(every=1), first.checkpoints(tmp_path))
     newest = newest_valid(tmp_path)
@@ -205,7 +205,7 @@ def test_a_falling_loss_scale_does_not_end_the_run(new_run):
 
 def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
     run, spoil = new_run(**HALF, max_steps=60), SpoilScaled(lambda step, _: step > 8)
-    first = r"^step (\d+): the gradient is not finite, and guard.max_skipped=0; the weights are"
+    first = r"^step (\d+): the gradient is not finite, and max_skipped=0; the weights are"
     with pytest.raises(RunError, match=first) as raised:
         run.fit(spoil, Metrics(every=4), run.checkpoints(tmp_path))
     step = int(re.match(first, str(raised.value))[1])

@@ -101,7 +101,7 @@ def test_a_call_that_hangs_is_given_up_after_the_limit(start, warnings_of):
         guarded.log_metrics({}, step)
     release.set()
     (line,) = warnings_of("mine")
-    assert "(log_metrics: no answer in 0.2 s; guard.tracker_seconds)" in line
+    assert "(log_metrics: no answer in 0.2 s)" in line
     assert [step for step, _, _ in tracker.rows] == [1, 2]
 
 
@@ -179,9 +179,7 @@ def full_disk(tmp_path):
 
 def wandb_run(folder):
     directory = RunDirectory(folder)
-    return wandb_module.WandbRun(
-        directory=directory, config=CONFIG, model=None, mode="offline", project="p"
-    )
+    return wandb_module.WandbRun(directory=directory, config=CONFIG, mode="offline", project="p")
 
 
 def mlflow_run(folder):
@@ -278,7 +276,6 @@ def test_two_ranks_train_on_without_wandb_s_process_and_a_broken_tracker(train, 
         "run_dir=run",
         "trainer.devices=2",
         "logger=[wandb,tensorboard]",
-        "logger.wandb.watch=gradients",
         "+logger.ends._target_=users.Ends",
         "+logger.ends.save_dir=out",
         *signals(9, signal.SIGKILL),
@@ -300,12 +297,12 @@ def test_two_ranks_train_on_without_wandb_s_process_and_a_broken_tracker(train, 
 
 @pytest.mark.slow
 def test_a_run_ends_well_if_wandb_s_process_hangs_and_continues_its_id(train, command):
-    train("run_dir=run", "logger=wandb", "guard.tracker_seconds=6", *signals(9, signal.SIGSTOP))
+    train("run_dir=run", "logger=wandb", *signals(9, signal.SIGSTOP))
     first = command.summary("run")
     assert (first["status"], first["saved"]) == ("done", True)
     assert steps_of(command.folder / "run") == list(range(1, 21))
     (line,) = lines_of(command.folder / "run", "wandb")
-    assert "no answer in 6 s" in line
+    assert "no answer in 30 s" in line
     words = ["run_dir=run", "resume=auto", "max_steps=25", "callbacks.signals=null"]
     command("train", *words, PYTHONPATH=str(command.folder))
     assert command.summary("run")["wandb_run_id"] == first["wandb_run_id"]
@@ -365,20 +362,6 @@ def test_a_preparation_runs_before_the_start_and_may_fail(tmp_path, warnings_of)
     guarded.log_metrics({}, 1)
     assert len(guarded.rows) == 1
     assert not warnings_of("mine")
-
-
-@pytest.mark.parametrize(
-    ("variable", "mode", "is_started"),
-    [(None, "auto", True), ("disabled", "auto", False), ("disabled", "offline", True)],
-)
-def test_wandb_s_process_is_prepared_unless_it_is_disabled(monkeypatch, variable, mode, is_started):
-    settings = []
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("WANDB_MODE", variable)
-    monkeypatch.setattr(wandb, "setup", settings.append)
-    wandb_module.WandbRun.prepare_start(mode=mode, project="any")
-    assert len(settings) == is_started
 
 
 def test_only_a_first_start_lists_the_installed_packages(tmp_path, monkeypatch):

@@ -49,10 +49,9 @@ def test_the_logged_configuration_is_complete_with_derived_values(two, read_offl
     folder = two[0].folder / "runs/two"
     _, config, _ = read_offline(folder)
     frozen = RunDirectory(folder).values()
-    assert {name: config[name] for name in frozen} == frozen
-    derived = {"world_size": 2, "global_batch_size": 8, "tokens_per_step": 256, "scaled_lr": 0.003}
+    assert {name: config[name] for name in frozen} == {**frozen, "run_name": "two"}
+    derived = {"world_size": 2, "global_batch_size": 8, "peak_lr": 0.003}
     assert {name: config[name] for name in derived} == derived
-    assert config["parameters"] == 34688
 
 
 def test_the_screen_shows_the_command_to_view_an_offline_run(two):
@@ -119,26 +118,6 @@ def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
     assert (command.folder / "run/train.log").read_text().count("\nsample\n") == 3
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_ranks")
-def test_histograms_and_code_are_logged_on_request(command, read_offline, records):
-    store = command.folder / "store"
-    requested = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
-    on_ranks = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once per process
-    command.train(*on_ranks, "run_dir=run", *requested, WANDB_DATA_DIR=str(store))
-    _, _, rows = read_offline(command.folder / "run")
-    names = {name for row in rows for name in row if name.startswith("gradients/")}
-    assert any("blocks.0.attention" in name for name in names)
-    (path,) = (command.folder / "run").glob("wandb/offline-run-*/*.wandb")
-    kinds = {record.artifact.type for record in records(path) if record.HasField("artifact")}
-    assert "code" in kinds
-    metrics = {
-        record.metric.name: record.metric for record in records(path) if record.HasField("metric")
-    }
-    assert metrics["val/loss"].summary.min
-    assert metrics["optim/grad_norm"].summary.max
-
-
 LOG_CHECKPOINT = """
 import sys
 from pathlib import Path
@@ -174,7 +153,6 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(
     ("settings", "line"),
     [
         ({"mode": "maybe"}, r"logger\.wandb\.mode=maybe is not one of auto"),
-        ({"watch": "weights"}, r"logger\.wandb\.watch=weights is not one of null, gradients"),
         ({"tags": "first"}, r"logger\.wandb\.tags=first must be a list; write \[first\]"),
         ({"project": "a/b"}, r"^logger\.wandb\.project=a/b is rejected by wandb: Invalid project "),
         ({"log_model": True}, r"log_model=true uploads to wandb, but this run is offline"),
@@ -186,7 +164,6 @@ def test_impossible_settings_are_rejected_before_a_run_starts(tmp_path, settings
         wandb_run.WandbRun(
             directory=RunDirectory(tmp_path),
             config={"run_name": "run"},
-            model=None,
             **{**usual, **settings},
         )
     assert not [*tmp_path.glob("wandb/*run-*")]
@@ -204,8 +181,9 @@ def test_a_torn_id_gives_way_to_a_new_one_that_stays(tmp_path):
 
 def test_an_unknown_setting_is_one_line(command):
     refused = command.train("logger=wandb", "+logger.wandb.projekt=p", status=2)
-    assert "unexpected keyword argument 'projekt'" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    line = "logger.wandb.projekt=p is no argument of wandb.init; did you mean project?"
+    assert refused.stderr.endswith(f": {line}\n")
+    assert refused.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ class Guards(StepCallback):
         """
         interval = min(1.0, stall_after / 10)
         last_look = time.monotonic()
+        file = with_number(self.terminal)
         while not self._ended.is_set():
-            faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
+            faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=file)
             self._ended.wait(interval)
             now = time.monotonic()
             self._last_progress += max(0.0, now - last_look - interval)
@@ -182,6 +183,15 @@ def without_comparison(trainer: Any) -> Iterator[None]:
     finally:
         for guard in guards:
             guard.compares_saved = True
+
+
+def with_number(stream: TextIO) -> TextIO:
+    """Return a stream to which faulthandler can write: a notebook's isn't a file of the system."""
+    try:
+        stream.fileno()
+    except (OSError, ValueError):  # io.UnsupportedOperation is both
+        return sys.__stderr__ or stream
+    return stream
 
 
 def stacks() -> str:

@@ -95,7 +95,8 @@ class GracefulStop(StepCallback):
 
     checkpoints: Checkpoints | None = None  # what saves; None: that of the Trainer, if there is one
     turns: MemoryTurns | None = None  # when the state is kept in memory; None: the Trainer's
-    timeout: float = LONGEST_WAIT  # seconds that a rank waits for another one's vote
+    # Seconds that a rank waits for another one's vote; None: as long as the strategy waits.
+    timeout: float | None = None
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
     _undo: ExitStack = field(default_factory=ExitStack, init=False)  # what it changes
 
@@ -117,7 +118,7 @@ class GracefulStop(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Prepare the votes, which also count a signal that has come before."""
         super().on_train_start(trainer, pl_module)
-        self.vote = StopVote(self.timeout)
+        self.vote = StopVote(self.timeout or _wait_of(trainer))
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save and stop once all ranks know of a signal, and the step is finished."""
@@ -162,3 +163,9 @@ class GracefulStop(StepCallback):
     def on_exception(self, *_: Any) -> None:
         """Do the same after an exception."""
         self._undo.close()
+
+
+def _wait_of(trainer: Trainer) -> float:
+    """Return how many seconds a rank of the Trainer's strategy waits for another one."""
+    wait = getattr(trainer.strategy, "_timeout", None)  # Lightning has no public name for it
+    return wait.total_seconds() if wait else LONGEST_WAIT

@@ -68,7 +68,7 @@ class TrackerGuard:
         try:
             error = outcome.exception(self._limit(action, function))
         except TimeoutError:
-            reason = f"no answer in {self.seconds:g} s; guard.tracker_seconds"
+            reason = f"no answer in {self.seconds:g} s"
             self._drop(action, reason, step_of(args, kwargs))
             return None
         if error is not None:

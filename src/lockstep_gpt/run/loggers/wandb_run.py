@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import logging
 import os
 import secrets
 import shlex
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         check(
             "logger.wandb.tags", tags, not isinstance(tags, str), f"must be a list; write [{tags}]"
         )
+        _refuse_unknown(arguments)
         mode = decide_mode(mode)
         if log_model and mode != "online":
             raise UserError(
@@ -158,6 +161,16 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         paths = [shlex.quote(str(folder)) for folder in folders]
         wandb = tool("wandb")
         return [f"{wandb} sync {' '.join(paths)}", f"{wandb} leet {paths[-1]}"]
+
+
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    """Raise a `UserError` for arguments that `wandb.init` hasn't: else it would only not record."""
+    known = inspect.signature(wandb.init).parameters
+    for name, value in arguments.items():
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        rule = f"is no argument of wandb.init; {hint}"
+        check(f"logger.wandb.{name}", value, name in known, rule)
 
 
 def decide_mode(mode: str) -> Any:
