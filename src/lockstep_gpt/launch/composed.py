@@ -222,13 +222,9 @@ def refuse_misspelled(source: Source, words: list[str], values: dict[str, Any]) 
 
     Any file may add settings that the program reads, so only near ones are refused.
     """
-    if source.config_name is None:
+    content, folder = main_file(source), _folder_of(source)
+    if not content:
         return
-    folder = _folder_of(source)
-    main_file = folder / f"{source.config_name}.yaml"
-    if not main_file.is_file():
-        return
-    content: Any = OmegaConf.to_container(OmegaConf.load(main_file), resolve=False)
     known = {*content, *(path.name for path in folder.iterdir() if path.is_dir())}
     typed = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in words}
     for name in values:
@@ -239,6 +235,19 @@ def refuse_misspelled(source: Source, words: list[str], values: dict[str, Any]) 
         near = get_close_matches(name, known, n=1, cutoff=0.8)
         if near:
             raise UserError(f"unknown setting {name}; did you mean {near[0]}?")
+
+
+def main_file(source: Source) -> dict[str, Any]:
+    """Return the values in the main YAML file itself; none if there is no such file."""
+    path = _folder_of(source) / f"{source.config_name}.yaml"
+    if not path.is_file():
+        return {}
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path), resolve=False))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether this is a number, or true or false."""
+    return isinstance(value, int | float)
 
 
 def refuse_dangling(values: dict[str, Any]) -> None:
@@ -268,8 +277,9 @@ def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any])
         values: that they have composed.
     """
     usual = composition(source, choices_among(source, words)) or {}
+    plain = {name: value for name, value in main_file(source).items() if value != "???"}
     for name, value in values.items():
-        default = usual.get(name)
+        default = plain[name] if is_number(plain.get(name)) else usual.get(name)
         _refuse_other_kind(name, value, default)
         if isinstance(default, dict) and isinstance(value, dict):
             for inner, node in value.items():
