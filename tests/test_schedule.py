@@ -106,8 +106,8 @@ def test_each_scaling_rule_follows_the_global_batch(rule: str, scale: float) -> 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"steps": 9.5}, "steps=9.5 must be a whole number"),
+        ({"steps": 0}, "max_steps=0 must be at least 1"),
+        ({"steps": 9.5}, "max_steps=9.5 must be a whole number"),
         ({"peak": 0}, "peak=0 must be above 0"),
         ({"peak": math.inf}, "peak=inf must be a finite number"),
         ({"peak": "fast"}, "peak=fast must be a number"),
@@ -125,9 +125,9 @@ def test_a_wrong_argument_is_one_line(arguments: dict[str, Any], line: str) -> N
 
 
 def test_a_wrong_rule_or_rate_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"^rule=cubic is not one of linear, sqrt, none$"):
+    with pytest.raises(UserError, match=r"^lr_scaling=cubic is not one of linear, sqrt, none$"):
         scaled_lr(1e-3, Batch(8), "cubic")
-    with pytest.raises(UserError, match=r"^lr=-1 must be above 0$"):
+    with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
         scaled_lr(-1, Batch(8))
 
 

@@ -246,7 +246,9 @@ if pid:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 os.setpgid(0, 0)
 guards = Guards(stall_after=6, replicas_every=None)
-guards.on_train_start(SimpleNamespace(global_step=0, global_rank=0, world_size=1), None)
+loaders = {"train_dataloader": None, "val_dataloaders": None}
+place = {"global_step": 0, "global_rank": 0, "world_size": 1}
+guards.on_train_start(SimpleNamespace(**place, **loaders), None)
 os.kill(os.getpid(), signal.SIGTSTP)
 time.sleep(1.5)  # more than twice the time between its looks
 guards.on_train_end()

@@ -20,6 +20,7 @@ from lockstep_gpt.errors import (
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import (
     end_process,
+    name_restored,
     own_process,
     print_error,
     refuse_as_program,
@@ -69,7 +70,7 @@ def run() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command in this process, which goes on, and return the command's exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with stop_signals.restored():
+    with stop_signals.restored(), name_restored():
         return _run_command(words)
 
 

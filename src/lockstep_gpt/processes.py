@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,11 +66,25 @@ def name_program(main: Any, name: str | None = None) -> None:
     os.environ[PROGRAM_VARIABLE] = command
 
 
+@contextlib.contextmanager
+def name_restored() -> Iterator[None]:
+    """Let this process have its name again after a block that gives it another one."""
+    argument, command = sys.argv[0], os.environ.get(PROGRAM_VARIABLE)
+    try:
+        yield
+    finally:
+        sys.argv[0] = argument
+        os.environ.pop(PROGRAM_VARIABLE, None)
+        if command is not None:
+            os.environ[PROGRAM_VARIABLE] = command
+
+
 def program_name() -> str:
     """Return what an error line begins with: the program, or the command of this installation."""
     command = os.environ.get(PROGRAM_VARIABLE) or f"{PROGRAM} train"
     words = shlex.split(command)
-    return f"{PROGRAM} train" if words[-1] == "train" else Path(words[-1]).name
+    is_ours = words[-1] == "train" or command.startswith(invocation())
+    return f"{PROGRAM} {words[-1]}" if is_ours else Path(words[-1]).name
 
 
 def tool(name: str) -> str:

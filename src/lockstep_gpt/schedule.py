@@ -115,7 +115,7 @@ def scaled_lr(lr: float, batch: Batch, rule: str = "linear") -> float:
     Raises:
         UserError: the rate is not above 0, or there is no such rule.
     """
-    check_number("lr", lr, above=0)
+    check_number("optim.lr", lr, above=0)
     check_choice("lr_scaling", rule, SCALINGS)
     ratio = batch.global_size / batch.reference_size
     scales = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}

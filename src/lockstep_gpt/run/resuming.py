@@ -72,6 +72,7 @@ def state_to_resume(
     kept = _newest_in_memory(directory, writer, timeout, may_take=in_memory)
     if kept is not None:
         _refuse_lost_error(kept.path, loses_error)
+        _refuse_misplaced(directory, kept)
         return kept
     newest = None
     if Ranks.from_environment().rank == 0:
@@ -88,6 +89,14 @@ def state_to_resume(
         compare(f"resume={checkpoint.path}", saved)
     _tell_checkpoint(checkpoint)
     return checkpoint
+
+
+def _refuse_misplaced(directory: RunDirectory, kept: KeptState) -> None:
+    """Raise a `UserError` if the next save would fail, and the state in memory would be lost."""
+    try:
+        refuse_misplaced(directory.checkpoints)
+    except UserError as error:
+        raise UserError(f"{error}; step {kept.step} stays in this machine's memory") from error
 
 
 def _tell_checkpoint(checkpoint: VerifiedCheckpoint) -> None:

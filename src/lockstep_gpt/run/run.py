@@ -337,8 +337,10 @@ class Run:
         is_own = resumed.path.parent == self.directory.checkpoints
         if steps < 0 or resumed.step < steps or (is_own and resumed.step == steps):
             return
+        is_kept = isinstance(resumed, KeptState)
+        place = f"{self.path}'s state in memory" if is_kept else resumed.path
         raise UserError(
-            f"{resumed.path} is after step {resumed.step}, but this run ends after "
+            f"{place} is after step {resumed.step}, but this run ends after "
             f"{counted(steps, 'step')}; raise max_steps, or train less in a new run"
         )
 
@@ -460,9 +462,14 @@ def _has_stopped_early(trainer: Trainer) -> bool:
 
 def _results_of(trainer: Trainer) -> str:
     """Return the step, and what a validation has measured last."""
+    values: dict[str, Any] = {}  # of an earlier part of the run, if this one has validated nothing
+    for callback in _callbacks_of(trainer):
+        if isinstance(callback, Metrics):
+            values |= callback.row
+    values |= trainer.callback_metrics
     metrics = {
         name: float(value)
-        for name, value in trainer.callback_metrics.items()
+        for name, value in values.items()
         if name.partition("/")[0] in ("val", "test")
     }
     texts = [f"{name} {value:.4f}" for name, value in metrics.items()]

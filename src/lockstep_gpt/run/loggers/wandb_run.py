@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import wandb
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.loggers import WandbLogger
 
 from lockstep_gpt.errors import UserError
@@ -45,6 +47,12 @@ SUMMARIES = {
 }
 
 
+def sweep_of(directory: RunDirectory) -> str | None:
+    """Return the name of the sweep of which a run is a job; None: it is of none."""
+    is_job = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    return directory.path.absolute().parent.name if is_job else None
+
+
 class WandbRun(StepRows, WandbLogger, TrackedRun):
     """Lightning's `WandbLogger` with our axes, tables that grow, alerts, and checkpoints.
 
@@ -54,7 +62,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         mode: auto, online, offline, or disabled.
         log_model: upload the best and the last checkpoint at the end, as an artifact.
         guard: also of rows that don't come through this logger; None: none.
-        arguments: of `wandb.init`, such as `project`.
+        arguments: of `wandb.init`, such as `project`; `group` is by default that of a sweep.
 
     Raises:
         UserError: a setting is unknown, wandb rejects the account, or `log_model` is set and the
@@ -77,6 +85,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             "logger.wandb.tags", tags, not isinstance(tags, str), f"must be a list; write [{tags}]"
         )
         _refuse_unknown(arguments)
+        arguments["group"] = arguments.get("group") or sweep_of(directory)
         mode = decide_mode(mode)
         if log_model and mode != "online":
             raise UserError(

@@ -21,7 +21,7 @@ def state_left(run: RunDirectory) -> KeptState | None:
     Of shards, the machine has as many of it as of any state.
     """
     identity = identity_of(run)
-    if identity is None or run.failed.exists():  # after an exception, they are removed
+    if identity is None or _has_failed(run):  # after an exception, they are removed
         return None
     try:
         states = states_in(identity)
@@ -36,6 +36,11 @@ def state_left(run: RunDirectory) -> KeptState | None:
         if len(parts) == most:
             return replace(parts[0], parts=tuple(parts) if most > 1 else ())
     return None
+
+
+def _has_failed(run: RunDirectory) -> bool:
+    """Return whether training has failed; a mistake, which ends a resume before it, is none."""
+    return run.failed.exists() and run.read_failure().get("status") != Exit.MISTAKE
 
 
 def release_memory(run: RunDirectory, status: int) -> None:
