@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep_gpt import CONFIGS, PROGRAM
 from lockstep_gpt.building import build
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_of_extra
+from lockstep_gpt.processes import invocation
 from lockstep_gpt.run import trust
 from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
@@ -166,6 +168,12 @@ def tokenizer_of(path: Path, content: dict[str, Any]) -> Tokenizer:
         if isinstance(state, dict) and {"tokenizer", "fingerprint"} <= state.keys():
             return from_dict(state["tokenizer"])
     raise UserError(f"{path} has no tokenizer; use a checkpoint of a run on tokens")
+
+
+def next_commands(run: Path, *, is_gpt: bool) -> list[str]:
+    """Return what one may do with a trained run; only a GPT generates text."""
+    names = ["generate", "evaluate"] if is_gpt else ["evaluate"]
+    return [f"{invocation()} {name} {shlex.quote(str(run))}" for name in names]
 
 
 def tell_changes(path: Path, content: dict[str, Any]) -> None:

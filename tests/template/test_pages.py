@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import yaml
-
 from lockstep_gpt.config import OPEN_GROUPS, groups
 
 

@@ -102,11 +102,11 @@ class MaskDocuments(Callback):
         if self._is_done:  # by an earlier use of the same Trainer
             return
         self._is_done = True
-        size = getattr(trainer.strategy, "_tensor_parallel_size", 1)
+        size = getattr(trainer.strategy, "tensor_parallel", 1)
         check(
             "model.dropout",
             self.dropout,
-            size in (1, "auto") or not self.dropout,
+            size == 1 or not self.dropout,
             f"does not work with callbacks=documents and strategy.tensor_parallel={size}; set one "
             "of them to its default",
         )
