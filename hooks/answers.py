@@ -14,13 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Each extra is a folder of the package, its pages, and its tests: see `places`.
+# Each extra is a folder of the package, its choices, its pages, and its tests: see `places`.
 EXTRAS = {
     "cluster": "plans of a run, checks of machines, drills",
     "datasets": "several sources at once, documents kept apart, packing",
     "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
     "hub": "export to Hugging Face, and start from its models",
     "pages": "the report of a run, and a page that shows the all-reduce",
+}
+# Choices that name a class of an extra, or its data.
+CHOICES = {
+    "datasets": (
+        "callbacks/documents",
+        "callbacks/sources",
+        "data/mixture",
+        "packing/documents",
+        "source/mixture",
+    ),
+    "pages": ("callbacks/sync_panel",),
 }
 # Former names of extras.
 RENAMED = {
@@ -102,13 +113,14 @@ ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.
 
 
 def places(extra: str) -> tuple[str, ...]:
-    """Return patterns of the files of an extra: its package, its pages, and its tests.
+    """Return patterns of the files of an extra: its package, its choices, its pages, its tests.
 
     A `*` stands for any characters, also for slashes, as in `fnmatch`. An optional dependency may
     have the extra's name in pyproject.toml, where it stays.
     """
     return (
         f"src/lockstep_gpt/extras/{extra}/*",
+        *(f"configs/{choice}.yaml" for choice in CHOICES.get(extra, ())),
         f"docs/{extra}.md",
         f"docs/{extra}_*",
         f"tests/extras/{extra}/*",

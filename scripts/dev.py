@@ -39,7 +39,7 @@ only lint and types.
 
   --all                   all tests, before you release or deploy
   --changed               all tests of files that differ from the last commit, new files included:
-                          of src/NAME/model/gpt.py, for example, tests/model/test_gpt.py
+                          of src/NAME/gpt.py, for example, tests/test_gpt.py
   --versions SET          oldest, pinned (the default), or newest versions of what the project
                           needs; each set has its own environment; lint and types only with pinned
 
@@ -288,7 +288,8 @@ def _tests_of(path: Path) -> "set[str]":
             return set()
         return {tested_path.as_posix()}
     inner = path.parts[{"src": 2, "configs": 1}.get(top, 0) :]
-    mirror = Path("tests", *inner[:-1], "test_" + inner[-1])
+    name = inner[-1] if path.stem != "__init__" else f"{path.parent.name}.py"
+    mirror = Path("tests", *inner[:-1], f"test_{name}")
     if (ROOT / mirror).is_file():
         return {mirror.as_posix()}
     imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")

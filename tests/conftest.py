@@ -176,7 +176,9 @@ class Command:
     def smoke(self, *overrides: str) -> list[str]:
         """Return the arguments of the smoke experiment's command on the shared data."""
         base = ["train", "experiment=smoke"]
-        data = [override.partition("=")[2] for override in overrides if override.startswith("data=")]
+        data = [
+            override.partition("=")[2] for override in overrides if override.startswith("data=")
+        ]
         if all((CONFIGS / f"data/{name}.yaml").is_file() for name in data):  # not of one's own
             base.append(f"data.root={self.data_root}")
         if not any(override.startswith(("logger=", "hydra/")) for override in overrides):

@@ -36,6 +36,7 @@ READ_ON_IMPORT = (
 )
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
 PACKAGE = "lockstep_gpt"
+FACE = "lockstep"  # whose names are the package's
 PRELOADED = (
     "accelerate.commands.launch",
     "datasets",
@@ -434,7 +435,7 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
     if any(Path(path, PACKAGE).is_dir() for path in theirs):  # a separate package
-        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+        for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, FACE)]:
             del sys.modules[name]
     importlib.invalidate_caches()
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.errors import UserError, describe_error
+from lockstep_gpt.omegaconf_patches import place_of
 from lockstep_gpt.settings import as_typed
 
 LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
@@ -44,7 +45,7 @@ def build(node: Any, **given: Any) -> Any:
             given, or the class refuses one.
     """
     config = cast(DictConfig, node if OmegaConf.is_config(node) else OmegaConf.create(node))
-    place = config._get_full_key(None)
+    place = place_of(config)
     values = _resolved(config)
     target = values.get("_target_")
     if not isinstance(target, str):

@@ -18,6 +18,7 @@ from lockstep_gpt.errors import (
     refusing_long_names,
 )
 from lockstep_gpt.exits import after_signal
+from lockstep_gpt.optional import has_extra, refuse_absent_extra
 from lockstep_gpt.processes import (
     end_process,
     name_restored,
@@ -41,8 +42,13 @@ COMMANDS = {
     "prepare": Command("lockstep_gpt.prepare:main", "tokenize a dataset", True),
     "evaluate": Command("lockstep_gpt.evaluate:main", "measure the loss on held-out text", False),
     "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
-    "export": Command("lockstep_gpt.extras.hub.folder:main", "export for transformers", False),
     "check": Command("lockstep_gpt.testing.command:main", "compare runs on 1, 2, 4 ranks", True),
+    # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
+    "-sc": Command("lockstep_gpt.cli:complete", "complete words in the shell", False),
+}
+# A project has those of its extras.
+OF_EXTRAS = {
+    "export": Command("lockstep_gpt.extras.hub.folder:main", "export for transformers", False),
     "plan": Command("lockstep_gpt.extras.cluster.plan:main", "predict memory, time, cost", True),
     "doctor": Command("lockstep_gpt.extras.cluster.doctor:main", "check these machines", True),
     "drill": Command("lockstep_gpt.extras.cluster.drill:main", "break small runs on purpose", True),
@@ -50,9 +56,14 @@ COMMANDS = {
     "verify": Command("lockstep_gpt.extras.evidence.verify:main", "compute steps again", False),
     "panel": Command("lockstep_gpt.extras.pages.panel:main", "show a run's all-reduces", False),
     "report": Command("lockstep_gpt.extras.pages.run_report:main", "report runs", False),
-    # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
-    "-sc": Command("lockstep_gpt.cli:complete", "complete words in the shell", False),
 }
+
+
+def _extra_of(command: Command) -> str:
+    return command.target.split(".")[2]
+
+
+COMMANDS |= {name: each for name, each in OF_EXTRAS.items() if has_extra(_extra_of(each))}
 
 
 def run() -> NoReturn:
@@ -112,6 +123,8 @@ def _run_without_command(word: str) -> int:
     if word in ("-h", "--help", "help"):
         print(_usage())
         return 0
+    if word in OF_EXTRAS:
+        refuse_absent_extra(word, _extra_of(OF_EXTRAS[word]))
     print(f"{PROGRAM}: {word} {_unknown_command(word)}", file=sys.stderr)
     return 2
 

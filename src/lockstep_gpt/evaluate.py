@@ -11,9 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.trained_model import model_of, parser_of, refuse_foreign
+from lockstep_gpt.trained_model import SAMPLES, model_of, parser_of, refuse_foreign
 
-SAMPLES = 32  # of the GPT at a time
 SPLITS = {"val": "validation", "test": "the test split"}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import lockstep
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.optional import import_of_extra
 from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
 from lockstep_gpt.run.directory import settled
 from lockstep_gpt.run.weights import set_weights, weights_for
@@ -54,9 +55,8 @@ def load_initial_weights(
     if is_run(path):
         weights, saved_context = weights_of_run(path, model, tokenizer, where)
     else:
-        from lockstep_gpt.extras.hub.pretrained import weights_of_folder  # only for these
-
-        weights, saved_context = weights_of_folder(path, model, tokenizer, where)
+        pretrained = import_of_extra(where, "hub", "pretrained")
+        weights, saved_context = pretrained.weights_of_folder(path, model, tokenizer, where)
     set_weights(model, weights, where)
     context = model.block_size
     logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{saved_context:,}")

@@ -36,6 +36,17 @@ def synchronizes_batchnorm(trainer: Trainer) -> bool:
     return getattr(strategy, "_layer_sync", None) is not None
 
 
+def wait_of(trainer: Trainer, default: float) -> float:
+    """Return how many seconds a rank of a Trainer's strategy waits for another one.
+
+    Args:
+        trainer: whose strategy keeps that to itself.
+        default: of a strategy that has no such limit.
+    """
+    wait = getattr(trainer.strategy, "_timeout", None)
+    return wait.total_seconds() if wait else default
+
+
 def _do_nothing() -> None:
     """Stand for a method of Lightning."""
 

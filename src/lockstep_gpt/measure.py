@@ -23,8 +23,6 @@ from lockstep_gpt.data import Tokens
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.ranks import Ranks, connect, from_each_rank, leave
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.evaluate import SAMPLES
-from lockstep_gpt.extras.datasets.mask import mask_if_configured
 from lockstep_gpt.model.functional import IGNORE, perplexity
 from lockstep_gpt.model.language_model import LanguageModel
 from lockstep_gpt.module import GPTModule, count_targets
@@ -37,7 +35,7 @@ from lockstep_gpt.tokens.sources.source import Block, Position
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.tokens.windows import Batch as Pair
-from lockstep_gpt.trained_model import OUR_MODULE, tell_changes
+from lockstep_gpt.trained_model import OUR_MODULE, SAMPLES, mask_if_configured, tell_changes
 from lockstep_gpt.training import rank_output
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks

@@ -1,4 +1,4 @@
-"""Libraries that only some settings need: the optional dependencies of pyproject.toml."""
+"""What only some settings need: optional dependencies of pyproject.toml, and extras."""
 
 import importlib
 import importlib.util
@@ -44,6 +44,35 @@ def refuse_absent(needed_by: str, library: str, extra: str) -> None:
         raise UserError(
             f"{needed_by} needs {library}, which is not installed; run: {install_command(extra)}"
         )
+
+
+def import_of_extra(needed_by: str, extra: str, module: str) -> Any:
+    """Import a module of an extra, which a project may not have, and return it.
+
+    Args:
+        needed_by: the setting or command that needs it, such as `init_from=gpt2`.
+        extra: its folder in `extras`.
+        module: its name in that folder.
+
+    Raises:
+        UserError: the extra is not here.
+    """
+    refuse_absent_extra(needed_by, extra)
+    return importlib.import_module(f"lockstep_gpt.extras.{extra}.{module}")
+
+
+def refuse_absent_extra(needed_by: str, extra: str) -> None:
+    """Raise a `UserError` if this project doesn't have an extra."""
+    if not has_extra(extra):
+        raise UserError(
+            f"{needed_by} needs the extra {extra}, which is not here; run: python3 scripts/dev.py "
+            f"update --add {extra}"
+        )
+
+
+def has_extra(extra: str) -> bool:
+    """Return whether this project has an extra."""
+    return importlib.util.find_spec(f"lockstep_gpt.extras.{extra}") is not None
 
 
 def install_command(extra: str) -> str:

@@ -52,7 +52,7 @@ def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     data = config.data
     if "source" not in data:
         raise UserError(
-            f"data._target_={data._target_} has no source of tokens, so there is nothing to "
+            f"data._target_={data['_target_']} has no source of tokens, so there is nothing to "
             f"prepare; choose another data, as in {PROGRAM} prepare data=stdlib"
         )
     values: Any = OmegaConf.to_container(config, resolve=True)

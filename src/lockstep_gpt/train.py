@@ -8,7 +8,7 @@ import lockstep
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.module import GPTModule, count_targets
-from lockstep_gpt.programs import next_commands
+from lockstep_gpt.trained_model import next_commands
 
 
 def build(

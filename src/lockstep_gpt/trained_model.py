@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep_gpt import CONFIGS, PROGRAM
 from lockstep_gpt.building import build
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.optional import import_of_extra
+from lockstep_gpt.processes import invocation
 from lockstep_gpt.run import trust
 from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
 from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OUR_MODULE = "lockstep_gpt.module.GPTModule"
+MASK = "lockstep_gpt.extras.datasets.mask.MaskDocuments"  # a callback that changes the model
+SAMPLES = 32  # of the GPT that `evaluate` measures at a time
 PREFIX = "model."  # Lightning saves the weights of the module's attribute `model` with it
 CODE = ("gpt.py", "modern.py", "model/")  # files and folders that compute a model
 
@@ -91,8 +96,6 @@ def model_of(
     values = settled(content["config"])
     refuse_other_module(path, values)
     refuse_foreign(path, content["config"], ["model"], trusted)
-    from lockstep_gpt.extras.datasets.mask import mask_if_configured  # late: it needs torch
-
     tokenizer = tokenizer_of(path, content)
     model: LanguageModel = build(values["model"], vocab_size=tokenizer.vocab_size)
     weights = {
@@ -110,6 +113,22 @@ def model_of(
     cfg = OmegaConf.create(literal(values))
     mask_if_configured(cfg, model, tokenizer)
     return model.eval(), cfg, tokenizer
+
+
+def mask_if_configured(cfg: DictConfig, model: Any, tokenizer: Tokenizer) -> None:
+    """Change a trained model as `callbacks=documents` did in its run.
+
+    Args:
+        cfg: of the run.
+        model: to change.
+        tokenizer: of the run.
+
+    Raises:
+        UserError: this project has no such callback.
+    """
+    nodes = (cfg.get("callbacks") or {}).values()
+    if any(node is not None and node.get("_target_") == MASK for node in nodes):
+        import_of_extra("callbacks=documents", "datasets", "mask").mask(model, tokenizer)
 
 
 def refuse_other_module(path: Path, values: dict[str, Any]) -> None:
@@ -149,6 +168,12 @@ def tokenizer_of(path: Path, content: dict[str, Any]) -> Tokenizer:
         if isinstance(state, dict) and {"tokenizer", "fingerprint"} <= state.keys():
             return from_dict(state["tokenizer"])
     raise UserError(f"{path} has no tokenizer; use a checkpoint of a run on tokens")
+
+
+def next_commands(run: Path, *, is_gpt: bool) -> list[str]:
+    """Return what one may do with a trained run; only a GPT generates text."""
+    names = ["generate", "evaluate"] if is_gpt else ["evaluate"]
+    return [f"{invocation()} {name} {shlex.quote(str(run))}" for name in names]
 
 
 def tell_changes(path: Path, content: dict[str, Any]) -> None:

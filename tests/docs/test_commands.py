@@ -5,13 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 
-from lockstep_gpt import cli
-from lockstep_gpt.catalog import CATALOG
-from lockstep_gpt.config import from_container
-from lockstep_gpt.registry import installed
-from lockstep_gpt.training.building import schedule_of
+import lockstep
+from lockstep_gpt import cli, extras
 
 ROOT = Path(__file__).parents[2]
 # In a project: the page that a newcomer follows. The template's tests run all others; not your own
@@ -28,12 +25,13 @@ OF_TEMPLATE = (
 )
 IS_TEMPLATE = (ROOT / "hooks").is_dir()
 NAMES = ("docs/tutorial.md", *(OF_TEMPLATE if IS_TEMPLATE else ()))
+FOLDER_OF_EXTRAS = Path(extras.__file__).parent
 
 
 def pages_of_extras() -> list[str]:
     """Return the pages of extras, except those whose commands a test of the extra runs."""
     pages: list[str] = []
-    for extra in installed():
+    for extra in sorted(path.parent.name for path in FOLDER_OF_EXTRAS.glob("*/__init__.py")):
         tests = [path.read_text("utf-8") for path in ROOT.glob(f"tests/extras/{extra}/*.py")]
         paths = [*ROOT.glob(f"docs/{extra}.md"), *ROOT.glob(f"docs/{extra}_*.md")]
         names = sorted(f"docs/{path.name}" for path in paths)
@@ -62,8 +60,6 @@ ELSEWHERE = {
     "pipx": "downloads; the template's tests run what it would",
     "wandb": "needs an account; test_wandb_run.py runs the command of the sweep's file",
 }
-# Pages also show commands of extras that are not here.
-OF_EXTRAS = {command for offer in CATALOG.values() for command in offer.commands}
 
 
 def commands_of(text):
@@ -77,13 +73,18 @@ def is_composed(line):
     return bool(re.search(r"trainer=gpu|gpt2_124m|num_nodes=|=/\w|nproc_per_node=8", line))
 
 
+def is_absent(line):
+    """Tell whether this is a command of an extra that a project doesn't have."""
+    name = line.removeprefix("lockstep-gpt ").split()[0]
+    return line.startswith("lockstep-gpt ") and name not in cli.COMMANDS and not IS_TEMPLATE
+
+
 STEP = re.compile(r" (train|prepare) ")
-MISSING = OF_EXTRAS - {*cli.COMMANDS}
 OURS = [
     (page, line)
     for page, text in PAGES.items()
     for line in commands_of(text)
-    if not line.startswith(tuple(ELSEWHERE)) and not MISSING.intersection(line.split()[1:2])
+    if not line.startswith(tuple(ELSEWHERE)) and not is_absent(line)
 ]
 COMPOSED = sorted({line for _, line in OURS if is_composed(line) and STEP.search(line)})
 LAUNCHED = [line for _, line in OURS if line.startswith("torchrun ") and line not in COMPOSED]
@@ -99,7 +100,7 @@ RECEIPT_PAGES = [page for page in ("docs/tutorial.md", "docs/devices.md") if pag
 RUN_FOR: dict[str, str] = {}
 for page, line in sorted(HERE, key=lambda each: each[0] not in RECEIPT_PAGES):
     RUN_FOR.setdefault(line, page)
-RECEIPT = re.compile(r"^  (?:strategy|precision|batch|budget|lr|schedule)  +.+$", re.MULTILINE)
+RECEIPT = re.compile(r"^  (?:strategy|precision|batch|lr|schedule)  +.+$", re.MULTILINE)
 RECEIPTS = {page: RECEIPT.findall(PAGES[page]) for page in RECEIPT_PAGES}
 
 
@@ -119,11 +120,14 @@ def test_command_for_other_machines_composes_and_its_batch_divides(
     words, launched = rank_words(line)
     words = tutorial_words(tmp_path, words)
     assert cli.main([*words, "--cfg", "job"]) == 0
-    config = from_container(yaml.safe_load(capsys.readouterr().out))
-    devices = launched or config.trainer["devices"]
-    places = (8 if devices == "auto" else devices, config.trainer["num_nodes"])
-    batch = config.batch.build().spread_over(*places, config.tensor_parallel)
-    assert schedule_of(config, batch).steps == config.max_steps
+    config = OmegaConf.create(capsys.readouterr().out)
+    devices = launched or config.trainer.devices
+    places = (8 if devices == "auto" else devices, config.trainer.num_nodes)
+    parallel = config.strategy.get("tensor_parallel", 1)
+    batch = lockstep.build(config.batch).spread_over(*places, parallel)
+    peak = lockstep.scaled_lr(config.optim.lr, batch, config.lr_scaling)
+    schedule = lockstep.build(config.schedule, steps=config.max_steps, peak=peak)
+    assert schedule.warmup_steps == (config.schedule.warmup or 0) < config.max_steps
 
 
 @pytest.mark.slow

@@ -55,14 +55,19 @@ def test_a_callback_that_cannot_work_is_rejected_with_the_page_s_remedy(name, ru
     assert str(refusal.value) == f"callbacks.mine: Lightning's {name} {rule}"
 
 
+def train(cfg):
+    """Train as a notebook does."""
+    module, data, trainer = build(cfg, lockstep.Run.alone(config=cfg))
+    trainer.fit(module, data)
+
+
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_trainer_arguments_are_refused_exactly_as_the_page_says(name, composed, command):
     value = {"enable_checkpointing": False, "barebones": True, "default_root_dir": "x"}.get(name, 3)
     words = ("experiment=smoke", "logger=none", "trainer.devices=1", f"trainer.{name}={value}")
     cfg = composed(*words, f"data.root={command.data_root}")
     with pytest.raises(UserError) as refusal:
-        module, data, trainer = build(cfg, lockstep.Run.alone(config=cfg))
-        trainer.fit(module, data)
+        train(cfg)
     assert "\n" not in str(refusal.value)
     assert name in str(refusal.value)
 

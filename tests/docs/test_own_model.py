@@ -22,16 +22,17 @@ SECTIONS = re.findall(
 if not SECTIONS:
     pytest.skip("no section on models in docs/extend.md here", allow_module_level=True)
 (PAGE,) = SECTIONS
-((PLACE, CODE),) = re.findall(
-    r"^`(\S+)`:\n\n```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL
+(PLACE, CODE), (RECIPE, _) = FILES = re.findall(
+    r"^`(\S+)`:\n\n```\w+\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL
 )
 # Has the parts in the page's table, and is no subclass of our GPT.
+BIGRAMS_RECIPE = "_target_: lockstep_gpt.bigrams.Bigrams\n_partial_: true\nblock_size: 32\n"
 BIGRAMS = """
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-class GPT(nn.Module):
+class Bigrams(nn.Module):
     def __init__(self, vocab_size, block_size):
         super().__init__()
         self.vocab_size = vocab_size
@@ -51,10 +52,6 @@ class GPT(nn.Module):
         return tokens
 
     @property
-    def num_parameters(self):
-        return self.vocab_size**2
-
-    @property
     def flops_per_token(self):
         return 6 * self.vocab_size
 """
@@ -68,12 +65,14 @@ SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of source and configs with the page's model in it."""
+    """A copy of source and configs with the page's model in it, and the other one."""
     root = tmp_path_factory.mktemp("own")
     for name in ("src", "configs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / PLACE).write_text(CODE, encoding="utf-8")
+    for place, content in FILES:
+        (root / place).write_text(content, encoding="utf-8")
     (root / PLACE).with_name("bigrams.py").write_text(BIGRAMS, encoding="utf-8")
+    (root / RECIPE).with_name("bigrams.yaml").write_text(BIGRAMS_RECIPE, encoding="utf-8")
     return root
 
 
@@ -83,7 +82,7 @@ def model(copy):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.manual_seed(1)
-    return module.GPT(50, **SHAPE).double()
+    return module.RetentionGPT(50, **SHAPE).double()
 
 
 def test_the_page_s_model_sees_no_later_token(model):
@@ -118,6 +117,7 @@ def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command, pytho
     )
     own = f" data.root={command.data_root} logger=none precision=64-true"
     bigrams = alone.replace("=retention", "=bigrams").replace("runs/alone", "runs/bigrams")
+    bigrams += " ~model.n_layer ~model.n_head ~model.n_embd"  # which the experiment sets
     lines = [train + own, generate, *evaluate]
     lines += [f"{line}{own} launch.inline=true" for line in (alone, bigrams)]
     words = [python_of_forks, "-c", TELL, json.dumps([*map(shlex.split, lines)])]

@@ -384,15 +384,17 @@ def test_all_tests_are_announced_with_the_time_they_took_before(project):
 
 
 CHANGES = {
-    "src/lockstep_gpt/gpt.py": {"tests/model/test_gpt.py"},  # the mirror
+    "src/lockstep_gpt/gpt.py": {"tests/test_gpt.py"},  # the mirror
+    "src/lockstep_gpt/model/shape.py": {"tests/model/test_shape.py"},
+    "src/lockstep/__init__.py": {"tests/test_lockstep.py"},
     "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # any importer
-    "tests/model/test_gpt.py": {"tests/model/test_gpt.py"},
+    "tests/model/test_shape.py": {"tests/model/test_shape.py"},
     "tests/model/conftest.py": {"tests/model"},
     "docs/page.md": {"tests/docs/test_pages.py", "-k", "not of_a_page or docs/page.md"},
     "scripts/job.sh": {"tests/scripts/test_jobs.py"},  # names it
     "scripts/other.sh": {"tests/scripts"},  # any may use it
     "README.md": {"tests/docs/test_pages.py", "-k", "not of_a_page or README.md"},
-    "configs/model/tiny.yaml": {"tests/model/test_gpt.py", "tests/launch/test_compose.py"},
+    "configs/model/tiny.yaml": {"tests/model/test_shape.py", "tests/launch/test_compose.py"},
     "configs/trainer/tpu.yaml": {"tests/launch/test_compose.py"},
     "LICENSE": set(),
 }
@@ -410,7 +412,9 @@ def test_changed_runs_the_tests_of_files_changed_since_the_last_commit(
         ".gitignore": "__pycache__/\n",
         "tests/test_who.py": "from lockstep_gpt import launch\n",
         "tests/launch/test_compose.py": "",
-        "tests/model/test_gpt.py": 'PRESET = Path("configs/model/tiny.yaml")\n',
+        "tests/test_gpt.py": "",
+        "tests/test_lockstep.py": "",
+        "tests/model/test_shape.py": 'PRESET = Path("configs/model/tiny.yaml")\n',
         "tests/docs/test_pages.py": 'PAGES = Path("docs").glob("*.md")\n',
         "tests/docs/test_other.py": 'PAGE = Path("docs/other.md")\n',
         "tests/scripts/test_jobs.py": 'JOB = Path("scripts/job.sh")\n',

@@ -362,7 +362,7 @@ def begun() -> Callable[[Path], Path]:
 
     def change(project: Path) -> Path:
         last = "# the user's last line\n"
-        for name in ("src/my_gpt/model/gpt.py", "README.md"):
+        for name in ("src/my_gpt/gpt.py", "README.md"):
             text = (project / name).read_text("utf-8")
             (project / name).write_text(text + last, "utf-8")
         (project / "src/my_gpt/own.py").write_text(last)

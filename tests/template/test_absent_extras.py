@@ -1,4 +1,4 @@
-"""An extra is three places: nothing else names it, and no page needs one that may be absent."""
+"""An extra is four places: nothing else names it, and no page needs one that may be absent."""
 
 import fnmatch
 import re
@@ -15,18 +15,19 @@ ROOT = Path(__file__).parents[2]
 MARKER = re.compile(r"(template-only|extra \w+)(: (begin|end)| -->)")
 # These are about all extras.
 ON_EXTRAS = "docs/extras.md"
-ABOUT_ALL = (*MARKED, ON_EXTRAS, "docs/house.md", "src/lockstep_gpt/catalog.py")
+ABOUT_ALL = (*MARKED, ON_EXTRAS, "docs/house.md", "src/lockstep_gpt/cli.py")
 # Other files of a project that name an extra, and why.
 NAMED_IN = {
     "cluster": {
         "tests/docs/test_commands.py": "its own tests run these commands of pages",
     },
     "datasets": {
-        "tests/inference/test_evaluate.py": "one loss per source, if there are several",
+        "src/lockstep_gpt/trained_model.py": "it masks as training did",
+        "tests/test_evaluate.py": "one loss per source, if there are several",
     },
     "evidence": {},
     "hub": {
-        "src/lockstep_gpt/training/initial_weights.py": "it reads folders for init_from",
+        "src/lockstep_gpt/initial_weights.py": "it reads folders for init_from",
     },
     "pages": {
         "tests/extras/datasets/test_document_runs.py": "it shows packed runs, if it is there",
@@ -58,8 +59,9 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text("utf-8", errors="ignore")
 
 
-def test_an_extra_s_file_is_in_one_of_its_three_places():
-    assert owner("src/lockstep_gpt/extras/datasets/configs/data/mixture.yaml") == "datasets"
+def test_an_extra_s_file_is_in_one_of_its_four_places():
+    assert owner("src/lockstep_gpt/extras/datasets/mixture.py") == "datasets"
+    assert owner("configs/data/mixture.yaml") == "datasets"
     assert owner("docs/cluster.md") == "cluster"
     assert owner("tests/extras/hub/test_runs.py") == "hub"
     assert owner("docs/hubs.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
@@ -81,8 +83,9 @@ def test_every_folder_of_extras_is_an_extra():
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_code_outside_an_extra_names_it_in_two_files_at_most(extra):
-    """Its modules, or itself in prose; the errors that say how to add it come from the catalog."""
-    forms = ("extras[./]NAME\\b", "extras import NAME\\b", "\\bextra `NAME`", '_part\\("NAME"')
+    """Its modules, or itself in prose."""
+    imported = 'import_of_extra\\(.+, "NAME"'
+    forms = ("extras[./]NAME\\b", "extras import NAME\\b", "\\bextra `NAME`", imported)
     named = re.compile("|".join(forms).replace("NAME", extra))
     naming = {
         name
@@ -116,6 +119,22 @@ def test_a_page_that_needs_an_extra_says_where_to_get_it(page):
         assert "](extras.md)" in text_of(page)
 
 
+DEFAULTS = re.compile(r"^  - (?:/?(\w+)@\S+|override /(\w+)): (\w+)$", re.MULTILINE)
+
+
+def test_no_choice_needs_a_choice_of_an_extra_that_may_be_absent():
+    choices = [name for name in FILES if name.startswith("configs/")]
+    for name in choices:
+        for placed, overridden, choice in DEFAULTS.findall(text_of(name)):
+            needed = f"configs/{placed or overridden}/{choice}.yaml"
+            assert owner(needed) in {None, owner(name)}, name
+
+
+def test_every_choice_of_an_extra_exists():
+    named = {place for extra in EXTRAS for place in places(extra) if place.startswith("configs/")}
+    assert named <= {*FILES}
+
+
 def test_markers_are_few_and_in_three_files():
     marked = {}
     for name in FILES:
@@ -139,9 +158,3 @@ def test_the_page_on_extras_describes_each_with_its_pages():
 def test_the_readme_has_the_command_that_adds_each_extra():
     named = set(re.findall(r"dev\.py update --add (\w+)", text_of("README.md")))
     assert named == {*EXTRAS}
-
-
-def test_a_missing_extra_is_described_as_in_the_template_s_question():
-    from lockstep_gpt.catalog import CATALOG
-
-    assert {extra: offer.purpose for extra, offer in CATALOG.items()} == EXTRAS

@@ -218,18 +218,15 @@ def test_its_tests_of_packaging_pass_for_all_choices(answers, baked, environment
 
 
 @pytest.mark.parametrize(
-    ("words", "extra"),
+    ("words", "ending"),
     [
-        (["train", "trainer=cpu", "documents.mask=true"], "datasets"),
-        (["train", "data=mixture"], "datasets"),
-        (["train", "callbacks=[default,sync_panel]"], "pages"),
-        (["plan"], "cluster"),
-        (["export", "runs/one"], "hub"),
+        (["train", "callbacks=[default,documents]"], "is not one of default, replays, trace"),
+        (["train", "packing=documents"], "is not one of stream"),
+        (["plan"], "python3 scripts/dev.py update --add cluster"),
+        (["export", "runs/one"], "python3 scripts/dev.py update --add hub"),
     ],
 )
-def test_what_needs_a_missing_extra_is_rejected_with_the_command_that_adds_it(
-    words, extra, baked, environment
-):
+def test_what_needs_a_missing_extra_is_rejected_in_one_line(words, ending, baked, environment):
     done = subprocess.run(
         [sys.executable, "-m", "my_gpt", *words],
         cwd=baked(extras="none"),
@@ -238,7 +235,23 @@ def test_what_needs_a_missing_extra_is_rejected_with_the_command_that_adds_it(
         encoding="utf-8",
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert done.stderr.endswith(f"python3 scripts/dev.py update --add {extra}\n")
+    assert done.stderr.endswith(f"{ending}\n")
+
+
+def test_a_project_has_the_commands_of_its_extras_only(baked, environment):
+    listed = {}
+    for extras in ("none", "all"):
+        done = subprocess.run(
+            [sys.executable, "-m", "my_gpt", "--help"],
+            cwd=baked(extras=extras),
+            env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
+            check=True,
+            capture_output=True,
+            encoding="utf-8",
+        )
+        listed[extras] = re.findall(r"^  (\w+) ", done.stdout, re.MULTILINE)
+    assert listed["none"] == ["train", "prepare", "evaluate", "generate", "check"]
+    assert {"export", "plan", "compare", "report"} < {*listed["all"]}
 
 
 def test_every_readme_says_how_to_add_each_extra(baked):

@@ -65,10 +65,10 @@ def update(environment):
 def change(upstream: Path, committed) -> None:
     """Change, add, rename, and delete a source file."""
     source = upstream / "src/lockstep_gpt"
-    edit(source / "model/gpt.py", before=FIRST)
+    edit(source / "gpt.py", before=FIRST)
     (source / "model/new.py").write_text("import lockstep_gpt.gpt\n")
-    (source / "data/order.py").rename(source / "data/sequence.py")
-    (source / "inference/generate.py").unlink()
+    (source / "loading/order.py").rename(source / "loading/sequence.py")
+    (source / "generate.py").unlink()
     committed(upstream)
 
 
@@ -79,10 +79,10 @@ def changes(project: Path, git) -> list[str]:
 
 CHANGED = [
     "A\tsrc/my_gpt/model/new.py",
-    "D\tsrc/my_gpt/inference/generate.py",
+    "D\tsrc/my_gpt/generate.py",
     "M\t.template.json",
-    "M\tsrc/my_gpt/model/gpt.py",
-    "R\tsrc/my_gpt/data/sequence.py",
+    "M\tsrc/my_gpt/gpt.py",
+    "R\tsrc/my_gpt/loading/sequence.py",
 ]
 
 
@@ -92,10 +92,10 @@ def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update
     output = update(project)
     assert "all applied and staged" in output
     assert changes(project, git) == CHANGED
-    model = (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
+    model = (project / "src/my_gpt/gpt.py").read_text("utf-8")
     assert model.startswith(FIRST)
     assert model.endswith(LAST)
-    assert (project / "src/my_gpt/model/new.py").read_text() == "import my_gpt.model.gpt\n"
+    assert (project / "src/my_gpt/model/new.py").read_text() == "import my_gpt.gpt\n"
     assert (project / "README.md").read_text("utf-8").endswith(LAST)
     record = json.loads((project / ".template.json").read_text("utf-8"))
     assert record["commit"] == git(upstream, "rev-parse", "HEAD").strip()
@@ -137,24 +137,24 @@ def test_a_second_update_starts_from_the_first(project, upstream, update, commit
 
 @pytest.mark.slow
 def test_a_renamed_file_is_updated_under_its_new_name(project, upstream, update, committed, git):
-    git(project, "mv", "src/my_gpt/model/gpt.py", "src/my_gpt/model/mine.py")
+    git(project, "mv", "src/my_gpt/gpt.py", "src/my_gpt/mine.py")
     committed(project)
     change(upstream, committed)
     update(project)
-    assert (project / "src/my_gpt/model/mine.py").read_text("utf-8").startswith(FIRST)
-    assert not (project / "src/my_gpt/model/gpt.py").exists()
+    assert (project / "src/my_gpt/mine.py").read_text("utf-8").startswith(FIRST)
+    assert not (project / "src/my_gpt/gpt.py").exists()
 
 
 def test_conflicting_changes_get_conflict_markers(project, upstream, update, committed):
-    edit(project / "src/my_gpt/model/gpt.py", before="# the user's first line\n")
-    edit(project / "src/my_gpt/inference/generate.py", after=LAST)
+    edit(project / "src/my_gpt/gpt.py", before="# the user's first line\n")
+    edit(project / "src/my_gpt/generate.py", after=LAST)
     committed(project)
     change(upstream, committed)
     output = update(project, status=1)
     why = "  (you changed it, the template deleted it)"
-    names = [f"src/my_gpt/inference/generate.py{why}", "src/my_gpt/model/gpt.py"]
+    names = [f"src/my_gpt/generate.py{why}", "src/my_gpt/gpt.py"]
     assert output.endswith("".join(f"  {name}\n" for name in names))
-    model = (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
+    model = (project / "src/my_gpt/gpt.py").read_text("utf-8")
     assert {"<<<<<<<", "=======", ">>>>>>>"} <= {line[:7] for line in model.splitlines()}
     assert (project / "src/my_gpt/model/new.py").is_file()
     refused = update(project, status=2)  # not before these are fixed
@@ -165,7 +165,7 @@ def test_conflicting_changes_get_conflict_markers(project, upstream, update, com
 def test_a_conflict_without_markers_says_what_happened(project, upstream, update, committed):
     mine = project / "src/my_gpt/run/loggers/mine.py"
     mine.write_text("# the user's logger\n")
-    (project / "src/my_gpt/inference/generate.py").unlink()
+    (project / "src/my_gpt/generate.py").unlink()
     committed(project)
     edit(upstream / "src/lockstep_gpt/generate.py", before=FIRST)
     loggers = upstream / "src/lockstep_gpt/run/loggers"
@@ -173,7 +173,7 @@ def test_a_conflict_without_markers_says_what_happened(project, upstream, update
     committed(upstream)
     output = update(project, status=1)
     assert output.endswith(
-        "  src/my_gpt/inference/generate.py  (you deleted it, the template changed it)\n"
+        "  src/my_gpt/generate.py  (you deleted it, the template changed it)\n"
         "  src/my_gpt/run/trackers/mine.py  "
         "(yours, moved with its folder, which the template renamed)\n"
     )
@@ -218,10 +218,10 @@ def test_extras_come_without_the_template_s_later_changes(project, upstream, upd
     update(project, "--add", "evidence")
     committed(project)
     assert extras_of(project) == "evidence"
-    assert FIRST not in (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
+    assert FIRST not in (project / "src/my_gpt/gpt.py").read_text("utf-8")
     update(project, "--add", "hub", "--to", "HEAD")
     assert set(extras_of(project).split()) == {"hub", "evidence"}
-    assert (project / "src/my_gpt/model/gpt.py").read_text("utf-8").startswith(FIRST)
+    assert (project / "src/my_gpt/gpt.py").read_text("utf-8").startswith(FIRST)
 
 
 @pytest.mark.slow
@@ -286,10 +286,7 @@ OWN_LINES = {
     "configs/train.yaml": ("defaults:\n", "# ours\ndefaults:\n"),
     "docs/README.md": ("# Documentation\n", "# Our documentation\n"),
     "pyproject.toml": ("\ndependencies = [\n", '\ndependencies = [\n    "einops>=0.8",\n'),
-    "src/my_gpt/config.py": (
-        "    seed: int = setting(",
-        '    own_number: int = setting("ours", 1, at_least=1)\n    seed: int = setting(',
-    ),
+    "src/my_gpt/optim.py": ("def adamw(", "# ours\ndef adamw("),
 }
 
 

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 LIMIT = 20 * 60  # seconds, for each step
 # Among a project's tests, most of which train.
-FAST = "test_config.py or test_generate.py or test_gpt.py or test_modern.py or test_order.py"
+FAST = "test_schedule.py or test_generate.py or test_gpt.py or test_modern.py or test_order.py"
 MANY = 1000  # tests of a project with the default answers
 ANSWERS = ("wandb_project=its-wandb", "wandb_entity=its-team")
 

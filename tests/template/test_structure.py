@@ -21,45 +21,54 @@ CONFIGS = SOURCE.with_name("configs")
 PACKAGE = "lockstep_gpt"
 # From the bottom up; a module may use layers before its own, and its own.
 LAYERS = [
-    "registry",
-    "catalog",
     "exits",
     "logs",
     "errors",
     "damaged_files",
     "whole_files",
-    "config_files",
     "settings",
     "batch",
     "schedule",
-    "config",
     "optional",
     "python_patches",
     "numpy_patches",
     "torch_patches",
     "lightning_patches",
+    "omegaconf_patches",
     "processes",
     "standard_streams",
     "stop_signals",
+    "building",
     "model",
-    "data",
+    "loading",
+    "tokens",
     "distributed",
     "run",
     "training",
-    "inference",
     "launch",
-    "notebook",
+    "gpt",
+    "modern",
+    "optim",
+    "data",
+    "module",
+    "sample",
+    "trained_model",
+    "initial_weights",
+    "measure",
+    "generate",
+    "evaluate",
+    "prepare",
+    "train",
+    "programs",
     "testing",
     "cli",
     "__main__",
     "extras",
 ]
-# The core looks for extras in this folder, whose own file is empty.
+# The core runs an extra's command, and imports an extra when a setting needs it.
 MAY_LOOK_UP = {
-    ("lockstep_gpt.registry", "lockstep_gpt.extras"),
-    # It makes the model of its settings.
-    ("lockstep_gpt.model.model_settings", "lockstep_gpt.model.language_model"),
-    ("lockstep_gpt.model.model_settings", "lockstep_gpt.model.shape"),
+    "lockstep_gpt.cli",
+    "lockstep_gpt.trained_model",
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef)
@@ -162,9 +171,7 @@ def uses(name: str, sources: dict[str, str]) -> set[str]:
     source = sources[name]
     tree = parsed(source)
     named = {located(target, sources)[0] for target in targets(source, sources)}
-    types = for_types_only(tree) if name == f"{PACKAGE}.registry" else set()
-    nodes = [node for node in ast.walk(tree) if node not in types]
-    return {*imports(nodes, sources), *named} - {name, ""}
+    return {*imports(ast.walk(tree), sources), *named} - {name, ""}
 
 
 def uses_at_start(name: str, sources: dict[str, str]) -> set[str]:
@@ -176,10 +183,7 @@ def uses_at_start(name: str, sources: dict[str, str]) -> set[str]:
 
 
 def for_types_only(tree: ast.Module) -> set[ast.AST]:
-    """Return the statements that only a type checker sees.
-
-    The registry names the types of the hooks' arguments, which are of all layers, only there.
-    """
+    """Return the statements that only a type checker sees."""
     blocks = [
         node
         for node in tree.body
@@ -189,9 +193,13 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
 
 
 def layer(module: str) -> int:
-    """Return the place of a module's layer; groups of settings are one, wherever they are."""
-    is_settings = module.endswith("_settings") and ".extras." not in module
-    return LAYERS.index("schedule" if is_settings else module.split(".")[1])
+    """Return the place of a module's layer."""
+    return LAYERS.index(module.split(".")[1])
+
+
+def may_look_up(name: str, used: str) -> bool:
+    """Tell whether a module of the core may use an extra's."""
+    return name in MAY_LOOK_UP and used.startswith(f"{PACKAGE}.extras.")
 
 
 def upward(sources: dict[str, str]) -> list[str]:
@@ -199,7 +207,7 @@ def upward(sources: dict[str, str]) -> list[str]:
         f"{name} uses {each}"
         for name in sources
         for each in sorted(uses(name, sources))
-        if layer(each) > layer(name) and (name, each) not in MAY_LOOK_UP
+        if layer(each) > layer(name) and not may_look_up(name, each)
     ]
 
 
@@ -213,7 +221,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 SYNTHETIC = {
-    f"{PACKAGE}.data.order": "import math\n",
+    f"{PACKAGE}.loading.order": "import math\n",
     f"{PACKAGE}.training.train": "def fit(): ...\n",
 }
 
@@ -237,17 +245,17 @@ SYNTHETIC = {
     ],
 )
 def test_a_use_is_an_import_anywhere_or_a_string_that_names_a_module(source, used):
-    sources = SYNTHETIC | {f"{PACKAGE}.data.order": source}
+    sources = SYNTHETIC | {f"{PACKAGE}.loading.order": source}
     expected = [f"{PACKAGE}.{used}"] if used else []
-    assert [*uses(f"{PACKAGE}.data.order", sources)] == expected
-    lines = [f"{PACKAGE}.data.order uses {each}" for each in expected]
+    assert [*uses(f"{PACKAGE}.loading.order", sources)] == expected
+    lines = [f"{PACKAGE}.loading.order uses {each}" for each in expected]
     assert upward(sources) == lines
 
 
 def test_a_use_of_the_own_layer_or_of_one_below_is_not_upward():
     downward = {f"{PACKAGE}.training.train": "from lockstep_gpt.loading import order\n"}
     assert upward(SYNTHETIC | downward) == []
-    beside = {f"{PACKAGE}.data.windows": "from lockstep_gpt.loading import order\n"}
+    beside = {f"{PACKAGE}.loading.windows": "from lockstep_gpt.loading import order\n"}
     assert upward(SYNTHETIC | beside) == []
 
 
@@ -270,7 +278,7 @@ def test_two_modules_that_use_each_other_are_a_circle():
     one, two = SYNTHETIC
     late = {
         one: "def late():\n    from lockstep_gpt.training import train\n",
-        two: 'PLACE = ".data.order:late"\n',
+        two: 'PLACE = ".loading.order:late"\n',
     }
     assert {*circle({name: uses(name, late) for name in late})} == {one, two}
     assert circle({name: uses_at_start(name, late) for name in late}) == []
@@ -331,13 +339,10 @@ def test_every_class_of_ours_that_a_yaml_file_names_exists():
     assert [(path, each) for path, each in found if missing(each, ALL)] == []
 
 
-def test_an_extra_is_named_by_nothing_outside_it():
+def test_an_extra_is_named_by_few_modules_of_the_core():
     assert len(EXTRAS) == 5
-    for extra in EXTRAS:
-        short = extra.removeprefix(f"{PACKAGE}.extras.")
-        name = re.compile(rf"\bextras[./]{short}\b|\bextras import {short}\b")
-        outside = [each for each in OURS if not f"{each}.".startswith(f"{extra}.")]
-        assert [each for each in outside if name.search(OURS[each])] == [], extra
+    named = {name for name in OF_CORE if ".extras." in OF_CORE[name]}
+    assert named == MAY_LOOK_UP | {f"{PACKAGE}.optional"}  # which imports them
 
 
 # How long parts are

@@ -22,12 +22,12 @@ from lockstep_gpt.extras.datasets.mask import (
     Documents,
     MaskDocuments,
     mask,
-    mask_if_configured,
 )
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.model.functional import IGNORE, causal_attention
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt.trained_model import mask_if_configured
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 640}
 ARCHITECTURES = {

@@ -100,8 +100,8 @@ def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
     lacking = [name for name in SHAPE if name not in config.model]
     if lacking:
         raise UserError(
-            f"plan varies model.{lacking[0]}, which {config.model._target_} lacks; choose another "
-            "model, such as model=gpt2"
+            f"plan varies model.{lacking[0]}, which {config.model['_target_']} lacks; choose "
+            "another model, such as model=gpt2"
         )
     return config, Chosen.now()
 

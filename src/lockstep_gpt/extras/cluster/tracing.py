@@ -152,8 +152,8 @@ def built(shape: DictConfig, vocab_size: int, precision: str) -> LanguageModel:
         torch.set_default_dtype(usual)
     if not isinstance(model, LanguageModel):
         raise UserError(
-            f"model._target_={shape._target_} is not a LanguageModel, whose parts can be counted; "
-            "choose one, such as model=gpt2"
+            f"model._target_={shape['_target_']} is not a LanguageModel, whose parts can be "
+            "counted; choose one, such as model=gpt2"
         )
     return model
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -103,11 +102,11 @@ class MaskDocuments(Callback):
         if self._is_done:  # by an earlier use of the same Trainer
             return
         self._is_done = True
-        size = getattr(trainer.strategy, "_tensor_parallel_size", 1)
+        size = getattr(trainer.strategy, "tensor_parallel", 1)
         check(
             "model.dropout",
             self.dropout,
-            size in (1, "auto") or not self.dropout,
+            size == 1 or not self.dropout,
             f"does not work with callbacks=documents and strategy.tensor_parallel={size}; set one "
             "of them to its default",
         )
@@ -123,20 +122,6 @@ def _masked(new_model: Any, tokenizer: Tokenizer) -> Any:
     model = new_model()
     mask(model, tokenizer)
     return model
-
-
-def mask_if_configured(config: DictConfig, model: Any, tokenizer: Tokenizer) -> None:
-    """Change a trained model as its run did, for commands that read its weights.
-
-    Args:
-        config: of the run.
-        model: to change.
-        tokenizer: of the run.
-    """
-    target = f"{MaskDocuments.__module__}.{MaskDocuments.__qualname__}"
-    nodes = (config.get("callbacks") or {}).values()
-    if any(node is not None and node.get("_target_") == target for node in nodes):
-        mask(model, tokenizer)
 
 
 def mask(model: Any, tokenizer: Tokenizer, compiled: bool = False) -> None:

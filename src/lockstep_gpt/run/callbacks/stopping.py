@@ -11,7 +11,7 @@ from lightning import Trainer
 
 from lockstep_gpt import stop_signals
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, from_each_rank, gloo_group
-from lockstep_gpt.lightning_patches import without_sigterm_broadcasts
+from lockstep_gpt.lightning_patches import wait_of, without_sigterm_broadcasts
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.memory.turns import KEEP, NOTHING, MemoryTurns
@@ -118,7 +118,7 @@ class GracefulStop(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Prepare the votes, which also count a signal that has come before."""
         super().on_train_start(trainer, pl_module)
-        self.vote = StopVote(self.timeout or _wait_of(trainer))
+        self.vote = StopVote(self.timeout or wait_of(trainer, LONGEST_WAIT))
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save and stop once all ranks know of a signal, and the step is finished."""
@@ -163,9 +163,3 @@ class GracefulStop(StepCallback):
     def on_exception(self, *_: Any) -> None:
         """Do the same after an exception."""
         self._undo.close()
-
-
-def _wait_of(trainer: Trainer) -> float:
-    """Return how many seconds a rank of the Trainer's strategy waits for another one."""
-    wait = getattr(trainer.strategy, "_timeout", None)  # Lightning has no public name for it
-    return wait.total_seconds() if wait else LONGEST_WAIT
