@@ -75,7 +75,7 @@ def test_every_choice_of_every_group_has_only_arguments_of_its_class(words):
     values, _ = values_of(*words)
     targets.refuse_mistakes(values, {"*": ("*",)})
     with pytest.raises(UserError, match="has no argument zzz"):
-        targets.refuse_mistakes({**values, "data": {**values["data"], "zzz": 1}}, {"*": ("*",)})
+        targets.refuse_mistakes({**values, "batch": {**values["batch"], "zzz": 1}}, {"*": ("*",)})
 
 
 @pytest.mark.parametrize("name", complete("experiment"))
