@@ -1,6 +1,7 @@
 """Lightning users' own code works in our runs."""
 
 import csv
+import functools
 import json
 import re
 
@@ -127,11 +128,13 @@ def test_pytorch_s_profiler_leaves_a_trace(command):
 
 def test_user_plugins_are_added_to_ours(command, monkeypatch):
     made, make = [], lightning.Trainer.__init__
-    monkeypatch.setattr(
-        lightning.Trainer,
-        "__init__",
-        lambda self, **words: (made.append(words), make(self, **words))[1],
-    )
+
+    @functools.wraps(make)
+    def noted(self, **words):
+        made.append(words)
+        make(self, **words)
+
+    monkeypatch.setattr(lightning.Trainer, "__init__", noted)
     target = f"{LightningEnvironment.__module__}.{LightningEnvironment.__name__}"
     command.train("run_dir=run", f"+trainer.plugins=[{{_target_: {target}}}]", "max_steps=6")
     kinds = [type(plugin).__name__ for plugin in made[0]["plugins"]]

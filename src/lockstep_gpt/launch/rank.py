@@ -48,7 +48,7 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             run = _run_of(directory, values, ranks)
             run.terminal = terminal
             run.join(**_connection(values), store=store)
-            config = frozen_config(directory)
+            config = frozen_config(directory, ranks)
             arguments = [config, run] if takes_run(function) else [config]
             value = function(*arguments)
             run.conclude("done", _plain(value))
@@ -89,9 +89,16 @@ def takes_run(function: Callable[..., Any]) -> bool:
     return len(inspect.signature(function).parameters) > 1
 
 
-def frozen_config(directory: RunDirectory) -> DictConfig:
-    """Return the frozen configuration, closed as Hydra's is: a misspelled name is an error."""
+def frozen_config(directory: RunDirectory, ranks: Ranks) -> DictConfig:
+    """Return the frozen configuration, closed as Hydra's is: a misspelled name is an error.
+
+    Its Trainer has the machines that there are: a launcher may have started more than it says, and
+    a run may go on without one. Lightning shares the samples among as many.
+    """
     config = OmegaConf.create(directory.values())
+    trainer = config.get("trainer")
+    if isinstance(trainer, DictConfig) and trainer.get("num_nodes", 1) != ranks.num_nodes:
+        trainer.num_nodes = ranks.num_nodes
     OmegaConf.set_struct(config, True)
     return config
 

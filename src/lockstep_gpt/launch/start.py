@@ -45,7 +45,7 @@ class RunStart(Protocol):
         """Raise a `UserError` before anything is read or written."""
 
     def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Make what the ranks of this machine need; return the values with what that decides."""
+        """Make what ranks need in the directory; return the values with what that decides."""
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze `values` in the directory, which is locked."""
@@ -157,7 +157,6 @@ def _start_ranks(
         case StartMode.LAUNCHER:
             store = launcher.meet(launch.settings.join_seconds)
             run = launcher.agree(store, run_start.values, freezing.freeze)
-            run_start.prepare(run.values())  # on each machine
             status = _run_rank(run, call or rank_program.imported(function), store)
             if status in (Exit.FAILED, Exit.LOST_PEERS):
                 end_process(status)  # a normal exit waits for ranks that may be gone
@@ -213,8 +212,5 @@ def _run_rank(run: RunDirectory, call: Call, store: Any = None) -> int:
 
 
 def _follow_first_machine(run_start: RunStart, join_seconds: float) -> None:
-    """Prepare the data as machine 0 does, and use the configuration that it has frozen."""
-    run = run_start.run
-    run_start.prepare(run_start.values)  # while machine 0 does, if they do not share a folder
-    machines.wait_for_first_machine(run, run_start.values, join_seconds)
-    run_start.prepare(run.values())
+    """Wait for the configuration that machine 0 freezes; the rest of the run is there before."""
+    machines.wait_for_first_machine(run_start.run, run_start.values, join_seconds)
