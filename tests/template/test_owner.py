@@ -91,7 +91,7 @@ CHANGES = {
     ),
     "src/my_gpt/cli.py": (
         "    # Hydra's shell script",
-        '    "own": Command("my_gpt.own:main", "do it", False),\n    # Hydra\'s shell script',
+        '    "own": Command(".own:main", "do it", False),\n    # Hydra\'s shell script',
     ),
 }
 ARGUMENTS = {
