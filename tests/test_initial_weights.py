@@ -139,7 +139,8 @@ OTHERS = {
     "kind": (
         {"kind": ModernGPT},
         "has model._target_=lockstep_gpt.gpt.GPT, and here it is "
-        "lockstep_gpt.modern.ModernGPT; choose a model of its kind, such as model=gpt or model=modern",
+        "lockstep_gpt.modern.ModernGPT; "
+        "choose a model of its kind, such as model=gpt or model=modern",
     ),
 }
 
