@@ -125,7 +125,7 @@ def _run_without_command(word: str) -> int:
         print(_usage())
         return 0
     if word in OF_EXTRAS:
-        refuse_absent_extra(word, _extra_of(OF_EXTRAS[word]))
+        refuse_absent_extra("this command", _extra_of(OF_EXTRAS[word]))
     print(f"{PROGRAM}: {word} {_unknown_command(word)}", file=sys.stderr)
     return 2
 
