@@ -434,7 +434,7 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
             stream.reconfigure(write_through=True)
     theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
-    if any(Path(path, PACKAGE).is_dir() for path in theirs):  # a separate package
+    if any(Path(path, name).is_dir() for path in theirs for name in (PACKAGE, FACE)):  # others
         for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, FACE)]:
             del sys.modules[name]
     importlib.invalidate_caches()

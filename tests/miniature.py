@@ -283,7 +283,8 @@ def read_offline():
 
 def _file(group, choice):
     """Return the values in a YAML file."""
-    return OmegaConf.to_container(OmegaConf.load(lockstep_gpt.CONFIGS / f"{group}/{choice}.yaml"))
+    file = lockstep_gpt.CONFIGS / f"{group}/{choice}.yaml"
+    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 @pytest.fixture(scope="session")
@@ -314,7 +315,11 @@ def saved_run(tmp_path_factory):
                 "batch": {"_target_": "lockstep.Batch", "global_size": 1},
                 "module": _file("module", "gpt"),
                 "model": {**_file("model", "gpt"), **SAVED, "dropout": 0.5},
-                "optim": {**OPTIM, "_target_": "lockstep_gpt.optim.adamw", "_partial_": True},
+                "optim": {
+                    **OPTIM,
+                    "_target_": "lockstep_gpt.optim.adamw",
+                    "_partial_": True,
+                },
                 "schedule": {"_target_": "lockstep.Schedule"},
                 "packing": _file("packing", "stream"),
                 "data": {

@@ -9,7 +9,11 @@ from lockstep_gpt import cli
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.evaluate import configuration, main
 from lockstep_gpt.measure import of_split
-from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint, write_checkpoint
+from lockstep_gpt.run.checkpoint import (
+    find_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from lockstep_gpt.tokens.prepare import prepare
 from lockstep_gpt.tokens.shards import load_index, open_split
 from lockstep_gpt.tokens.sources.stdlib import StandardLibrary

@@ -138,7 +138,8 @@ OTHERS = {
     "bias": ({"bias": False}, "has bias=true, and model.bias=false; set model.bias=true"),
     "kind": (
         {"kind": ModernGPT},
-        "has model._target_=lockstep_gpt.gpt.GPT, and here it is lockstep_gpt.modern.ModernGPT; "
+        "has model._target_=lockstep_gpt.gpt.GPT, and here it is "
+        "lockstep_gpt.modern.ModernGPT; "
         "choose a model of its kind, such as model=gpt or model=modern",
     ),
 }

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep_gpt import PROGRAM, optional
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional, install_command
+from lockstep_gpt.optional import import_of_extra, import_optional, install_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,3 +76,11 @@ def test_an_environment_of_dev_py_is_extended_by_dev_py(monkeypatch, tmp_path):
     assert install_command("zstd") == "python3 scripts/dev.py install zstd"
     monkeypatch.chdir(tmp_path)
     assert install_command("zstd") == f"python3 {ROOT}/scripts/dev.py install zstd"
+
+
+def test_an_absent_extra_is_refused_with_the_command_that_adds_it():
+    line = (
+        "init_from=a needs the extra chat, which is not here; run: python3 scripts/dev.py update "
+    )
+    with pytest.raises(UserError, match=f"^{line}--add chat$"):
+        import_of_extra("init_from=a", "chat", "pretrained")

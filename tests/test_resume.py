@@ -152,7 +152,8 @@ def test_a_run_of_another_model_is_rejected_and_force_loads_no_part_of_it(finish
         ("batch.global_size=16", "but got batch.global_size=16 instead of 8"),
         (
             "optim=muon",
-            "keeps its settings, but got optim._target_=lockstep_gpt.optim.muon instead of "
+            "keeps its settings, but got "
+            "optim._target_=lockstep_gpt.optim.muon instead of "
             "lockstep_gpt.optim.adamw; use the same, or set resume_force=true",
         ),
         ("model=gpt2", "keeps its settings, but got model.block_size=1024 instead of 32, model.n_"),

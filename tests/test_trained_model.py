@@ -162,7 +162,8 @@ def test_nothing_runs_that_only_a_checkpoint_names(tmp_path, monkeypatch, model)
 @pytest.mark.usefixtures("untrusted")
 def test_a_class_of_an_owner_s_is_used_once_its_author_is_trusted(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "owners_model.py").write_text("from lockstep_gpt.gpt import GPT as Mine\n")
+    own = "from lockstep_gpt.gpt import GPT as Mine\n"
+    (tmp_path / "owners_model.py").write_text(own)
     path = tmp_path / "step=000001.ckpt"
     saved_model(path, model={**CONFIG["model"], "_target_": "owners_model.Mine"})
     with pytest.raises(UserError, match="--trust"):

@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.util import resolve_name as full_name
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
@@ -32,30 +33,30 @@ from lockstep_gpt.stop_signals import Interrupted
 class Command(NamedTuple):
     """A command: its function, which gets the words after the command and returns a status."""
 
-    target: str  # module:function
+    target: str  # module:function; a module of ours begins with a dot
     meaning: str  # in the help
     overrides: bool  # whether its arguments are settings
 
 
 COMMANDS = {
-    "train": Command("lockstep_gpt.cli:train", "train a GPT; by default the quickstart", True),
-    "prepare": Command("lockstep_gpt.prepare:main", "tokenize a dataset", True),
-    "evaluate": Command("lockstep_gpt.evaluate:main", "measure the loss on held-out text", False),
-    "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
-    "check": Command("lockstep_gpt.testing.command:main", "compare runs on 1, 2, 4 ranks", True),
+    "train": Command(".cli:train", "train a GPT; by default the quickstart", True),
+    "prepare": Command(".prepare:main", "tokenize a dataset", True),
+    "evaluate": Command(".evaluate:main", "measure the loss on held-out text", False),
+    "generate": Command(".generate:main", "continue a prompt", False),
+    "check": Command(".testing.command:main", "compare runs on 1, 2, 4 ranks", True),
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
-    "-sc": Command("lockstep_gpt.cli:complete", "complete words in the shell", False),
+    "-sc": Command(".cli:complete", "complete words in the shell", False),
 }
 # A project has those of its extras.
 OF_EXTRAS = {
-    "export": Command("lockstep_gpt.extras.hub.folder:main", "export for transformers", False),
-    "plan": Command("lockstep_gpt.extras.cluster.plan:main", "predict memory, time, cost", True),
-    "doctor": Command("lockstep_gpt.extras.cluster.doctor:main", "check these machines", True),
-    "drill": Command("lockstep_gpt.extras.cluster.drill:main", "break small runs on purpose", True),
-    "compare": Command("lockstep_gpt.extras.evidence.compare:main", "train in pairs, judge", False),
-    "verify": Command("lockstep_gpt.extras.evidence.verify:main", "compute steps again", False),
-    "panel": Command("lockstep_gpt.extras.pages.panel:main", "show a run's all-reduces", False),
-    "report": Command("lockstep_gpt.extras.pages.run_report:main", "report runs", False),
+    "export": Command(".extras.hub.folder:main", "export for transformers", False),
+    "plan": Command(".extras.cluster.plan:main", "predict memory, time, cost", True),
+    "doctor": Command(".extras.cluster.doctor:main", "check these machines", True),
+    "drill": Command(".extras.cluster.drill:main", "break small runs on purpose", True),
+    "compare": Command(".extras.evidence.compare:main", "train in pairs, judge", False),
+    "verify": Command(".extras.evidence.verify:main", "compute steps again", False),
+    "panel": Command(".extras.pages.panel:main", "show a run's all-reduces", False),
+    "report": Command(".extras.pages.run_report:main", "report runs", False),
 }
 
 
@@ -91,7 +92,7 @@ def _run_command(words: list[str]) -> int:
     try:
         if name in COMMANDS:
             with refusing_long_names():
-                return int(resolve_name(COMMANDS[name].target)(words[1:]))
+                return int(resolve_name(full_name(COMMANDS[name].target, __package__))(words[1:]))
         return _run_without_command(name)
     except (UserError, RunError) as error:
         print_error(f"{PROGRAM} {name}: {error}")
@@ -124,7 +125,7 @@ def _run_without_command(word: str) -> int:
         print(_usage())
         return 0
     if word in OF_EXTRAS:
-        refuse_absent_extra(word, _extra_of(OF_EXTRAS[word]))
+        refuse_absent_extra("this command", _extra_of(OF_EXTRAS[word]))
     print(f"{PROGRAM}: {word} {_unknown_command(word)}", file=sys.stderr)
     return 2
 

@@ -15,7 +15,12 @@ from lockstep_gpt.loading.loaders import (
     refuse_other_past,
     samples_of_run,
 )
-from lockstep_gpt.tokens.held_out import counts_within, eval_loaders, open_windows, split_of
+from lockstep_gpt.tokens.held_out import (
+    counts_within,
+    eval_loaders,
+    open_windows,
+    split_of,
+)
 from lockstep_gpt.tokens.packing import Packing, Stream
 from lockstep_gpt.tokens.prepare import prepare_once
 from lockstep_gpt.tokens.shards import load_index

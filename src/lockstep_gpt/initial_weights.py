@@ -55,7 +55,8 @@ def load_initial_weights(
     if is_run(path):
         weights, saved_context = weights_of_run(path, model, tokenizer, where)
     else:
-        pretrained = import_of_extra(where, "hub", "pretrained")
+        needed_by = f"{where} is no run, and a transformers folder"
+        pretrained = import_of_extra(needed_by, "hub", "pretrained")
         weights, saved_context = pretrained.weights_of_folder(path, model, tokenizer, where)
     set_weights(model, weights, where)
     context = model.block_size

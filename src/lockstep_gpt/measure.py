@@ -35,7 +35,12 @@ from lockstep_gpt.tokens.sources.source import Block, Position
 from lockstep_gpt.tokens.sources.text import Text
 from lockstep_gpt.tokens.tokenizer import Tokenizer
 from lockstep_gpt.tokens.windows import Batch as Pair
-from lockstep_gpt.trained_model import OUR_MODULE, SAMPLES, mask_if_configured, tell_changes
+from lockstep_gpt.trained_model import (
+    OUR_MODULE,
+    SAMPLES,
+    mask_if_configured,
+    tell_changes,
+)
 from lockstep_gpt.training import rank_output
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks

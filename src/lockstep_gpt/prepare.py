@@ -1,4 +1,4 @@
-"""`lockstep-gpt prepare`: create the token files of a data choice before a run needs them."""
+"""`lockstep-gpt prepare`: create a source's token files before a run needs them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,13 @@ import math
 from dataclasses import dataclass
 
 from lockstep_gpt.batch import Batch
-from lockstep_gpt.settings import check_choice, check_number, check_whole, counted, not_a_config
+from lockstep_gpt.settings import (
+    check_choice,
+    check_number,
+    check_whole,
+    counted,
+    not_a_config,
+)
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
 SCALINGS = ("linear", "sqrt", "none")

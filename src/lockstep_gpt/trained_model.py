@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OUR_MODULE = "lockstep_gpt.module.GPTModule"
-MASK = "lockstep_gpt.extras.datasets.mask.MaskDocuments"  # a callback that changes the model
+# A callback that changes the model.
+MASK = "lockstep_gpt.extras.datasets.mask.MaskDocuments"
 SAMPLES = 32  # of the GPT that `evaluate` measures at a time
 PREFIX = "model."  # Lightning saves the weights of the module's attribute `model` with it
 CODE = ("gpt.py", "modern.py", "model/")  # files and folders that compute a model

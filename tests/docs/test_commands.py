@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep_gpt import cli, extras
+from lockstep_gpt import PROGRAM, cli, extras
 
 ROOT = Path(__file__).parents[2]
 # In a project: the page that a newcomer follows. The template's tests run all others; not your own
@@ -75,8 +75,8 @@ def is_composed(line):
 
 def is_absent(line):
     """Tell whether this is a command of an extra that a project doesn't have."""
-    name = line.removeprefix("lockstep-gpt ").split()[0]
-    return line.startswith("lockstep-gpt ") and name not in cli.COMMANDS and not IS_TEMPLATE
+    program, name = line.split()[:2]
+    return program == PROGRAM and name not in cli.COMMANDS and not IS_TEMPLATE
 
 
 STEP = re.compile(r" (train|prepare) ")

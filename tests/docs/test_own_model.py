@@ -26,7 +26,11 @@ if not SECTIONS:
     r"^`(\S+)`:\n\n```\w+\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL
 )
 # Has the parts in the page's table, and is no subclass of our GPT.
-BIGRAMS_RECIPE = "_target_: lockstep_gpt.bigrams.Bigrams\n_partial_: true\nblock_size: 32\n"
+BIGRAMS_RECIPE = """
+_target_: lockstep_gpt.bigrams.Bigrams
+_partial_: true
+block_size: 32
+"""
 BIGRAMS = """
 import torch
 import torch.nn.functional as F

@@ -73,7 +73,7 @@ def test_every_choice_of_every_group_has_only_arguments_of_its_class(words):
     values, _ = values_of(*words)
     targets.refuse_mistakes(values, {"*": ("*",)})
     with pytest.raises(UserError, match="has no argument zzz"):
-        targets.refuse_mistakes({**values, "data": {**values["data"], "zzz": 1}}, {"*": ("*",)})
+        targets.refuse_mistakes({**values, "batch": {**values["batch"], "zzz": 1}}, {"*": ("*",)})
 
 
 @pytest.mark.parametrize("name", complete("experiment"))
@@ -100,7 +100,8 @@ def test_the_classic_recipe_is_nanogpts_step_for_step():
     ours, theirs = ([*map(function, range(2000))] for function in (schedule.lr, rate))
     assert ours == pytest.approx(theirs, rel=2e-3)  # it would come down one step later
     shape, optim = config.model, config.optim
-    assert (shape._target_, shape.bias, shape.dropout) == ("lockstep_gpt.gpt.GPT", False, 0.0)
+    assert shape._target_ == "lockstep_gpt.gpt.GPT"
+    assert (shape.bias, shape.dropout) == (False, 0.0)
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (4, 4, 128, 64)
     assert optim._target_ == "lockstep_gpt.optim.adamw"
     assert (optim.beta1, optim.beta2, optim.eps) == (0.9, 0.99, 1e-8)

@@ -63,7 +63,7 @@ def test_every_line_of_a_block_is_a_command_of_a_kind_that_is_tested(commands):
     assert [line for _, line in commands.OURS if not line.startswith(commands.STARTS)] == []
     assert len(commands.HERE) > 20
     assert {*commands.RECEIPT_PAGES} <= {*commands.RUN_FOR.values()}
-    assert sum(map(len, commands.RECEIPTS.values())) > 8
+    assert sum(map(len, commands.RECEIPTS.values())) > 7
 
 
 def test_commands_that_fixtures_run_are_still_the_readme_s(

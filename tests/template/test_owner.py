@@ -61,7 +61,7 @@ ls
     "notebooks/plots.ipynb": "{}",
     "README.md": "# My own GPT\n\n```\nmake\nmy-gpt train experiment=a_year_of_training\n```\n",
     "src/my_gpt/tokens/words.txt": "some words\n",
-    "src/my_gpt/own.py": '"""Ours."""\n\n\ndef number(config):\n    return config.own_number\n',
+    "src/my_gpt/own.py": '"""Ours."""\n\n\ndef main(words):\n    print(*words)\n    return 0\n',
     "src/my_gpt/training/sgd.py": '"""Ours."""\n\nfrom my_gpt import own as own\n',
     "tests/test_own.py": "def test_own():\n    pass\n",
 }
@@ -91,7 +91,7 @@ CHANGES = {
     ),
     "src/my_gpt/cli.py": (
         "    # Hydra's shell script",
-        '    "own": Command(".own:main", "do something", False),\n    # Hydra\'s shell script',
+        '    "own": Command(".own:main", "do it", False),\n    # Hydra\'s shell script',
     ),
 }
 ARGUMENTS = {

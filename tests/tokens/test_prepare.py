@@ -13,6 +13,7 @@ import pytest
 
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.tokens import build as build_module
 from lockstep_gpt.tokens import prepare as prepare_module
 from lockstep_gpt.tokens.prepare import prepare, prepare_once
 from lockstep_gpt.tokens.shards import load_index, open_split
@@ -73,7 +74,7 @@ def test_a_build_that_fails_or_was_killed_begins_again(tmp_path, monkeypatch, sm
     for name in ("train-00000.bin", "val-00003.bin"):
         (leftover / name).write_bytes(b"left")
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep_gpt.tokens.build.refuse_empty_splits", lambda *_: 1 // 0)
+        patch.setattr(build_module, "refuse_empty_splits", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             prepare(small(tmp_path))
     assert not leftover.exists()

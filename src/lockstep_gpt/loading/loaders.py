@@ -29,7 +29,14 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading import worker_processes
 from lockstep_gpt.loading.data_place import DataPlace, data_place
 from lockstep_gpt.loading.feeding import Feed, groups_of
-from lockstep_gpt.loading.order import HasPast, Order, Places, RankOrder, Shuffled, eval_parts
+from lockstep_gpt.loading.order import (
+    HasPast,
+    Order,
+    Places,
+    RankOrder,
+    Shuffled,
+    eval_parts,
+)
 from lockstep_gpt.loading.reading import BatchReader, Collate, Pad
 
 Workers = int | Literal["thread"]

@@ -98,7 +98,10 @@ def saved(tmp_path_factory):
                 "max_steps": 7,
                 "seed": 1,
                 "batch": {"global_size": 8},
-                "module": {"_target_": "lockstep_gpt.module.GPTModule", "model": "${model}"},
+                "module": {
+                    "_target_": "lockstep_gpt.module.GPTModule",
+                    "model": "${model}",
+                },
                 "model": {"_target_": target, "_partial_": True, **model.arguments},
                 "data": {"source": {"_target_": STDLIB}, "root": "data"},
                 "optim": {"_target_": "lockstep_gpt.optim.adamw", "lr": 0.003},

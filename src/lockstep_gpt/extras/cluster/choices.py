@@ -14,7 +14,11 @@ GPT = "lockstep_gpt.module.GPTModule"
 AUTO = "lockstep_gpt.distributed.strategies.auto"
 DDP = "lockstep_gpt.distributed.strategies.ddp"
 FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
-SHARDABLE = ("lockstep_gpt.optim.adamw", "lockstep_gpt.optim.muon")  # they can update shards
+# Optimizers that can update shards.
+SHARDABLE = (
+    "lockstep_gpt.optim.adamw",
+    "lockstep_gpt.optim.muon",
+)
 PRECISIONS = ("32-true", "bf16-mixed")  # for which shards work
 
 

@@ -13,7 +13,12 @@ from lockstep_gpt.batch import Batch, gradient_copies
 from lockstep_gpt.distributed.ddp import has_bucket_copies
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
-from lockstep_gpt.extras.cluster.choices import can_shard, tensor_parallel, with_node, with_values
+from lockstep_gpt.extras.cluster.choices import (
+    can_shard,
+    tensor_parallel,
+    with_node,
+    with_values,
+)
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Ownership, Sharing

@@ -12,7 +12,13 @@ from typing import Any
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.evidence.measures import Measure
 from lockstep_gpt.extras.evidence.sides import Runs
-from lockstep_gpt.run.directory import MAY_DIFFER, RunDirectory, differences, flat, some_of
+from lockstep_gpt.run.directory import (
+    MAY_DIFFER,
+    RunDirectory,
+    differences,
+    flat,
+    some_of,
+)
 from lockstep_gpt.tokens.prepare import DECIDED
 
 # What a run is called, where it is, and who hears of it.

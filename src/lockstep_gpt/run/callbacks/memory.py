@@ -10,7 +10,12 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero, is_restart
+from lockstep_gpt.distributed.ranks import (
+    Ranks,
+    from_each_rank,
+    from_rank_zero,
+    is_restart,
+)
 from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
 from lockstep_gpt.errors import UserError
