@@ -129,7 +129,7 @@ def test_pytorch_s_profiler_leaves_a_trace(command):
 def test_user_plugins_are_added_to_ours(command, monkeypatch):
     made, make = [], lightning.Trainer.__init__
 
-    @functools.wraps(make)  # `build` reads the signature
+    @functools.wraps(make)
     def noted(self, **words):
         made.append(words)
         make(self, **words)

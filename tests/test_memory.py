@@ -113,7 +113,8 @@ def test_a_command_that_was_killed_continues_from_memory_on_another_number_of_ra
     assert last.endswith("resume=auto")
     assert len(folders(command)) == 1
     refused = command("train", "run_dir=run", "resume=auto", "max_steps=8", status=2)
-    assert "run's state in memory is after step 12, but this run ends after 8 steps" in refused.stderr
+    line = "run's state in memory is after step 12, but this run ends after 8 steps"
+    assert line in refused.stderr
     resume = ["train", "run_dir=run", "resume=auto", "trainer.devices=1"]
     printed = output(command(*resume, PYTHONPATH=str(command.folder)))
     assert "continues from step 12, kept in memory" in printed

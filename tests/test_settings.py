@@ -66,13 +66,17 @@ def refusal(composed, command, tmp_path):
     def refused(*words):
         words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", *words)
         cfg = composed(*words)
-        with pytest.raises(UserError) as error:
+
+        def begin():
             values = composing.values_to_freeze(cfg)
             targets.refuse_mistakes(values, {"*": ("*",)})
             values["trainer"] |= {"accelerator": "cpu", "devices": 1}
             composing.refuse_other_kinds(train_program().source, words, values)
             module, _, _ = build(OmegaConf.create(values), lockstep.Run.alone(tmp_path / "run"))
             module.configure_optimizers()
+
+        with pytest.raises(UserError) as error:
+            begin()
         return str(error.value)
 
     return refused

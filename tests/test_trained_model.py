@@ -73,7 +73,9 @@ def test_a_model_with_weights_that_are_not_finite_is_refused(tmp_path):
     weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     weights["model.final_norm.weight"].fill_(torch.nan)
     write_checkpoint({**read_checkpoint(path), "state_dict": weights}, path)
-    with pytest.raises(UserError, match=r"such as final_norm\.weight; use another checkpoint$"):
+    with pytest.raises(
+        UserError, match=r"such as model\.final_norm\.weight; use another checkpoint$"
+    ):
         load_model(path)
 
 

@@ -53,7 +53,7 @@ def build(node: Any, **given: Any) -> Any:
     function = imported(target, place)
     accepted = inspect.signature(function).parameters
     takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
-    arguments = {name: value for name, value in given.items() if name in accepted}
+    arguments = {name: value for name, value in given.items() if takes_any or name in accepted}
     _refuse_unknown(place, values, {} if takes_any else accepted)
     _refuse_unknown_inside(place, values)
     own = _own_arguments(values, place)

@@ -65,9 +65,7 @@ def every_choice():
     """Command lines that together use every choice of every group."""
     groups = {group: itertools.cycle(complete(group)) for group in GROUPS}
     count = max(len(complete(group)) for group in GROUPS)
-    return [
-        [f"{group}={next(names)}" for group, names in groups.items()] for _ in range(count)
-    ]
+    return [[f"{group}={next(names)}" for group, names in groups.items()] for _ in range(count)]
 
 
 @pytest.mark.parametrize("words", every_choice(), ids=" ".join)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,8 @@ def chosen_loggers(
         kind = imported(node.get("_target_", ""), f"logger.{name}")
         continued = ContinuedRun(directory, name, kind)
         given = {**offered, "guard": guard, "run_id": continued.run_id}
-        unset = {key: value for key, value in given.items() if key not in node}
+        named = inspect.signature(kind).parameters
+        unset = {key: value for key, value in given.items() if key in named and key not in node}
         logger = guard.start(kind, partial(build, node, **unset))
         if not isinstance(logger, TrackedRun) and continued.run_id is None:
             logger.log_hyperparams(values)  # a tracked run got them at its start
