@@ -239,7 +239,7 @@ def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpoint
     eager = model_of(name, **changes)
     expected = gradients(eager, eager(tokens, targets))
     model = model_of(name, masked=False, **changes)
-    mask(model, ByteTokenizer(), compiled=True)
+    mask(model, ByteTokenizer(), one_graph=True)
     whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
     features = torch.compile(model.features, **whole)
     torch.testing.assert_close(features(tokens), eager.features(tokens))

@@ -153,7 +153,7 @@ def words_of(command):
         path = command.folder / name
         source_path = path if path.exists() else write(command.folder, name)
         words += [
-            f"data.source.sources.{name}=text",
+            f"+source@data.source.sources.{name}=text",
             f"data.source.sources.{name}.path={source_path}",
         ]
         words += [
