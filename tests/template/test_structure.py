@@ -510,7 +510,7 @@ def test_a_private_name_of_others_is_found_however_it_is_used(line, name):
     [
         "def _own(): ...\nmodule._own()",
         "class A:\n    def f(self):\n        self._own = 1\n        return self._own",
-        "_own = 1\nfrom lockstep_gpt.config import _own",
+        "_own = 1\nfrom lockstep_gpt.settings import _own",
         'settings["_target_"]',
         'f"{task}_stderr"',
         'name.removesuffix("_ATTENTION")',
