@@ -212,7 +212,7 @@ def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> 
 
 def with_arguments(source: Source, words: list[str]) -> list[str]:
     """Let Hydra accept arguments of classes that their YAML files don't list, as if with a `+`."""
-    values = composition(source, choices_among(source, words)) or {}
+    values = composition_of_choices(source, words) or {}
     known = {name for name, _ in flat(values)}
     return [f"++{word}" if _is_unlisted(word, values, known) else word for word in words]
 
@@ -276,7 +276,7 @@ def refuse_other_kinds(source: Source, words: list[str], values: dict[str, Any])
         words: of the command line.
         values: that they have composed.
     """
-    usual = composition(source, choices_among(source, words)) or {}
+    usual = composition_of_choices(source, words) or {}
     plain = {name: value for name, value in main_file(source).items() if value != "???"}
     for name, value in values.items():
         default = plain[name] if is_number(plain.get(name)) else usual.get(name)
@@ -401,7 +401,7 @@ def _unknown_choice(source: Source, error: MissingConfigException) -> str | None
 
 def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     """Return the end of a line that suggests the nearest setting, of what all others compose."""
-    values = composition(source, choices_among(source, words))
+    values = composition_of_choices(source, words)
     if values is None:
         return ""
     groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
@@ -423,6 +423,15 @@ def _arguments_beside(name: str, values: dict[str, Any]) -> list[str]:
     target = node.get("_target_") if isinstance(node, DictConfig) else None
     signature = signature_of(target) if isinstance(target, str) else None
     return [f"{parent}.{argument}" for argument in (signature.named if signature else ())]
+
+
+def composition_of_choices(source: Source, words: list[str]) -> dict[str, Any] | None:
+    """Return the values that the choices among these words compose; None if they don't."""
+    chosen = choices_among(source, words)
+    values = composition(source, chosen)
+    if values is None:  # a class in the place of nothing, for example
+        values = composition(source, [word for word in chosen if "_target_" not in word])
+    return values
 
 
 def composition(source: Source, words: list[str]) -> dict[str, Any] | None:
