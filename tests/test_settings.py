@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 import lockstep
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import composed as composing
-from lockstep_gpt.launch import targets
+from lockstep_gpt.launch import hydra_job, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.programs import train_program
 from lockstep_gpt.train import build
@@ -68,7 +68,7 @@ def refusal(composed, command, tmp_path):
         cfg = composed(*words)
 
         def begin():
-            values = composing.values_to_freeze(cfg)
+            values = hydra_job.values_to_freeze(cfg)
             targets.refuse_mistakes(values, {"*": ("*",)})
             values["trainer"] |= {"accelerator": "cpu", "devices": 1}
             composing.refuse_other_kinds(train_program().source, words, values)

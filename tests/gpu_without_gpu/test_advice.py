@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lockstep_gpt.distributed import ranks
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.launch import rank
-from lockstep_gpt.launch.composed import HYDRA_FILE
+from lockstep_gpt.launch.hydra_job import HYDRA_FILE
 from lockstep_gpt.run import run
 from lockstep_gpt.run.directory import RunDirectory
 

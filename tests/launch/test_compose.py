@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed, targets
+from lockstep_gpt.launch import composed, hydra_job, targets
 from lockstep_gpt.programs import train_program
 from lockstep_gpt.run.directory import flat
 
@@ -28,7 +28,7 @@ def jobs(*words):
     made = []
 
     def job(config):
-        made.append(composed.values_to_freeze(config))
+        made.append(hydra_job.values_to_freeze(config))
 
     composed.call(train_program().source, composed.for_hydra(list(words)), job)
     return made

@@ -303,7 +303,7 @@ import sys, time
 from hydra import compose, initialize_config_dir
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.launch import module_texts, targets
-from lockstep_gpt.launch.composed import values_to_freeze
+from lockstep_gpt.launch.hydra_job import values_to_freeze
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     for name in sys.argv[1:]:
         values = values_to_freeze(compose("train", [f"experiment={name}"]))

@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed, devices, launcher, start, usable_files
+from lockstep_gpt.launch import devices, hydra_job, launcher, start, usable_files
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.run import trust
 from lockstep_gpt.run.directory import RunDirectory, flat
@@ -53,10 +53,10 @@ def resume(
     recorded = run.values()
     with naming_file(run):
         settings = LaunchSettings.of(merged)
-    is_open = "trainer.devices" not in (word.partition("=")[0] for word in composed.overrides())
+    is_open = "trainer.devices" not in (word.partition("=")[0] for word in hydra_job.overrides())
     placement = devices.found(merged, settings, is_open=is_open)
     devices.refuse_half(merged, placement)
-    merged = {**composed.with_devices(merged, placement), "run_dir": str(run.path)}
+    merged = {**hydra_job.with_devices(merged, placement), "run_dir": str(run.path)}
     if not values.get("resume_force"):
         where = f"run_dir={run.path}"
         kept = recorded.get("kept", ())

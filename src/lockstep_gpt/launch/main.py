@@ -27,7 +27,7 @@ from lockstep_gpt import processes, standard_streams, stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.launch import composed, continued, devices, launcher, start, targets
+from lockstep_gpt.launch import composed, continued, devices, hydra_job, launcher, start, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import NewRun
@@ -178,10 +178,10 @@ class Jobs:
             SweepStopped: a signal has ended it.
             ReportedError: it has failed in another process, where a launcher plugin ran it.
         """
-        is_sweep = composed.is_sweep()
+        is_sweep = hydra_job.is_sweep()
         if is_sweep and launcher.is_inside_launcher():
             raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
-        words = " ".join(composed.swept_overrides(self.words))
+        words = " ".join(hydra_job.swept_overrides(self.words))
         if is_sweep:
             stop_signals.received.interrupt()
             print(f"job {HydraConfig.get().job.num}: {words}", flush=True)
@@ -194,7 +194,7 @@ class Jobs:
             status = int(error.status)
         except ReportedError as error:
             status = error.status
-        if status and composed.runs_elsewhere():  # only an exception comes back from there
+        if status and hydra_job.runs_elsewhere():  # only an exception comes back from there
             raise ReportedError(status)
         self.results.append((words, status, value))
         if status > 128 and is_sweep:
@@ -220,7 +220,7 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
     """
     run = directory_of(config)
     try:
-        values = composed.values_to_freeze(config)
+        values = hydra_job.values_to_freeze(config)
         continues = values.get("resume") == "auto" and run.config.is_file()
         whole = continued.with_overrides(run.values(), values) if continues else values
         with continued.naming_file(run) if continues else contextlib.nullcontext():
@@ -230,8 +230,8 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
             check_choice("verbosity", whole.get("verbosity", "normal"), tuple(LEVELS))
             composed.refuse_other_kinds(program.source, [*words], whole)
             targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
-        is_new = values.get("run_dir") is None and composed.is_named_after_time()
-        if values.get("resume") == "auto" and is_new and not composed.is_sweep():
+        is_new = values.get("run_dir") is None and hydra_job.is_named_after_time()
+        if values.get("resume") == "auto" and is_new and not hydra_job.is_sweep():
             raise UserError(
                 "resume=auto needs run_dir=runs/NAME, the run to continue or to start; set it, or "
                 "leave resume=auto out"
@@ -241,10 +241,10 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
             return continued.resume(program.reference, program.rank, run, values, whole)
         status, value = _run_new(run, program, values)
         if status and not run.path.exists():  # it has never trained
-            composed.remove_traces(run)
+            hydra_job.remove_traces(run)
         return status, value
     except (UserError, RunError, ReportedError, Interrupted):
-        composed.remove_traces(run)
+        hydra_job.remove_traces(run)
         raise
 
 
@@ -254,7 +254,7 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
     devices.refuse_half(values, placement)
     spread_batches(values, placement, settings.min_nodes)
     is_named = values.get("run_dir") is not None
-    values = composed.with_devices({**values, "run_dir": str(run.path)}, placement)
+    values = hydra_job.with_devices({**values, "run_dir": str(run.path)}, placement)
     if program.reference is None and not settings.inline:
         raise UserError(
             "this program is not a file, which each rank could run; write it to one, or set "
@@ -262,11 +262,11 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
         )
     if values.get("resume") == "auto" and os.environ.get("RANK", "0") == "0":
         print(f"{run.path} does not exist yet: starting a new run", flush=True)
-    keep_hydra = partial(composed.keep_hydra, run)
+    keep_hydra = partial(hydra_job.keep_hydra, run)
     new = NewRun(run, values, program.reference or "", keep_hydra, is_named=is_named)
     status = start.start(new, program.rank)
     if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
-        composed.remove_traces(run)  # all ranks use the directory of rank 0
+        hydra_job.remove_traces(run)  # all ranks use the directory of rank 0
     return status, value_of(run, status)
 
 
@@ -302,11 +302,11 @@ def directory_of(config: DictConfig) -> RunDirectory:
     job = HydraConfig.get()
     if named is None:
         run = RunDirectory(Path(job.runtime.output_dir))
-    elif composed.is_sweep():
+    elif hydra_job.is_sweep():
         run = RunDirectory(Path(named) / str(job.sweep.subdir))
     else:
         run = RunDirectory(Path(named))
-    run.others = composed.hydras_files()
+    run.others = hydra_job.hydras_files()
     return run
 
 

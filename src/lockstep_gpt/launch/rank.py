@@ -17,7 +17,7 @@ from lockstep_gpt.distributed.matrix_products import restored_afterward
 from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks, lost_peers
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.launch.composed import HYDRA_FILE
+from lockstep_gpt.launch.hydra_job import HYDRA_FILE
 from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory

@@ -24,7 +24,7 @@ from lockstep_gpt.distributed.address import own_address
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import environment
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import composed, devices, flags, launcher, slurm, targets
+from lockstep_gpt.launch import devices, flags, hydra_job, launcher, slurm, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.programs import train_program
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _values_and_config(config: DictConfig) -> tuple[dict[str, Any], DictConfig]:
-    values = composed.values_to_freeze(config)
+    values = hydra_job.values_to_freeze(config)
     targets.refuse_mistakes(values, {"*": ("*",)})  # the program may add any argument
     return values, config
 

@@ -26,7 +26,7 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.launch import composed, flags, targets
+from lockstep_gpt.launch import flags, hydra_job, targets
 from lockstep_gpt.programs import train_program
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
 def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
     """Return a configuration that can be planned, and what was chosen for it."""
-    targets.refuse_mistakes(composed.values_to_freeze(config), {"*": ("*",)})
+    targets.refuse_mistakes(hydra_job.values_to_freeze(config), {"*": ("*",)})
     if not trains_gpt(config):
         target = config.module.get("_target_")
         raise UserError(f"plan predicts runs of module=gpt, and this one is of {target}")
@@ -163,7 +163,7 @@ class Chosen:
         """Read the choices from Hydra; call this inside a Hydra job."""
         hydra = HydraConfig.get()
         choices = hydra.runtime.choices
-        names = {word.lstrip("+~").partition("=")[0] for word in composed.overrides()}
+        names = {word.lstrip("+~").partition("=")[0] for word in hydra_job.overrides()}
         if "experiment" in names:
             folders = [Path(source.path) for source in hydra.runtime.config_sources]
             names.update(_names_in(str(choices.get("experiment")), folders))

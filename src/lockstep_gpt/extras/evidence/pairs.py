@@ -18,7 +18,7 @@ from lockstep_gpt.exits import after_signal
 from lockstep_gpt.extras.evidence.fairness import Setting, refuse_other_runs
 from lockstep_gpt.extras.evidence.sides import Side, is_finished
 from lockstep_gpt.extras.evidence.workers import Job, Workers
-from lockstep_gpt.launch import composed, devices, flags, targets
+from lockstep_gpt.launch import composed, devices, flags, hydra_job, targets
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.programs import train_program
@@ -48,7 +48,7 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
             raise UserError(f"{word}: compare sets {name} for each run; remove it")
 
     def job(config: DictConfig) -> Plan:
-        values = composed.values_to_freeze(config)
+        values = hydra_job.values_to_freeze(config)
         targets.refuse_mistakes(values, {"*": ("*",)})
         placement = devices.found(values, LaunchSettings.of(values))
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import RunError
-from lockstep_gpt.launch.composed import HYDRA_FILE
+from lockstep_gpt.launch.hydra_job import HYDRA_FILE
 from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory

@@ -48,7 +48,7 @@ SUMMARIES = {
 
 
 def sweep_of(directory: RunDirectory) -> str | None:
-    """Return the name of the sweep of which a run is a job; None: it is of none."""
+    """Return the name of the sweep that a run belongs to; None if there is none."""
     is_job = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     return directory.path.absolute().parent.name if is_job else None
 

@@ -1,0 +1,158 @@
+"""The job that Hydra runs: its directory, its overrides, and its values, to freeze."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.run.directory import OUTPUT_DIR, RunDirectory
+from lockstep_gpt.whole_files import replace_text
+
+# Later versions warn about the name of 1.3.
+if hydra.__version__.startswith("1.3."):
+    register_resolver: Any = OmegaConf.register_new_resolver
+else:
+    register_resolver = OmegaConf.register_resolver
+
+HYDRA_FILE = Path(".hydra/hydra.yaml")  # Hydra's own configuration, in the directory of a job
+# A reference to another setting, such as `${batch.global_size}`, or to where the run is, which may
+# be moved. Others with `:` call a function.
+REFERENCE = re.compile(r"\$\{[^${}:]+\}|" + re.escape(OUTPUT_DIR))
+
+
+def is_named_after_time() -> bool:
+    """Return whether Hydra makes a new folder for each start of this job, named after the time."""
+    node = HydraConfig.instance().cfg
+    raw: Any = OmegaConf.to_container(node, resolve=False) if node is not None else {}
+    return "${now" in str(raw["hydra"]["run"]["dir"])
+
+
+def is_sweep() -> bool:
+    """Return whether this is a job of a sweep."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def runs_elsewhere() -> bool:
+    """Return whether a launcher plugin runs this job in another process, perhaps elsewhere."""
+    choices = HydraConfig.get().runtime.choices
+    return is_sweep() and choices.get("hydra/launcher") != "basic"
+
+
+def hydras_files() -> set[str]:
+    """Return the names that Hydra gives to what it writes where a job runs."""
+    job = HydraConfig.get()
+    logging: Any = OmegaConf.to_container(job.job_logging, resolve=True) or {}
+    handlers = (logging.get("handlers") or {}).values()
+    logs = {Path(handler["filename"]).name for handler in handlers if "filename" in handler}
+    return {*logs, HYDRA_FILE.parts[0], *filter(None, [job.output_subdir])}
+
+
+def keep_hydra(run: RunDirectory, values: dict[str, Any]) -> dict[str, Any]:
+    """Keep Hydra's own configuration for the ranks, if Hydra hasn't; return `values`."""
+    file = run.path / HYDRA_FILE
+    if not file.exists():
+        text = OmegaConf.to_yaml(OmegaConf.create({"hydra": HydraConfig.get()}))
+        with run.writing(UserError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, text)
+    return values
+
+
+def remove_traces(run: RunDirectory) -> None:
+    """Remove what Hydra has made for a job that didn't start, if there is nothing else."""
+    with contextlib.suppress(OSError):  # it isn't there, or isn't ours
+        names = {path.name for path in run.path.iterdir()}
+        if not names <= run.others or any(_has_text(run.path / name) for name in names):
+            return
+        shutil.rmtree(run.path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other runs are in it
+        for folder in run.path.absolute().parents:
+            if not folder.is_relative_to(Path.cwd()) or folder == Path.cwd():
+                break
+            folder.rmdir()
+
+
+def _has_text(path: Path) -> bool:
+    """Return whether this is a log in which something is written."""
+    return path.is_file() and path.stat().st_size > 0
+
+
+def overrides() -> list[str]:
+    """Return the job's own overrides: in a sweep, with one value each."""
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [str(word).lstrip("+") for word in cast(list[Any], words)]
+
+
+def swept_overrides(words: Sequence[str]) -> list[str]:
+    """Return the job's overrides that differ between jobs: those whose typed value has a choice.
+
+    Args:
+        words: of the command line.
+    """
+    typed = [word.lstrip("+~").partition("=") for word in words]
+    fixed = {name for name, _, value in typed if not re.search(r"[,(]", value)}
+    return [word for word in overrides() if word.partition("=")[0] not in fixed]
+
+
+def values_to_freeze(config: DictConfig) -> dict[str, Any]:
+    """Return plain values, in which only two kinds of references stay.
+
+    Those to other settings stay, so that a resume may change what they refer to. Those that read
+    the environment stay, because it may contain secrets, which belong in no file of a run. What
+    depends on the time, on Hydra, or on functions of the program's own is resolved, once.
+    """
+    reads: list[str] = []
+
+    def read(name: str, *default: Any) -> Any:
+        reads.append(name)
+        return oc.env(name, *default)
+
+    register_resolver("oc.env", read, replace=True)
+    try:
+        return cast(dict[str, Any], _plain(config, reads))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}; set it") from None
+    finally:
+        register_resolver("oc.env", oc.env, replace=True)
+
+
+def _plain(node: Any, reads: list[str]) -> Any:
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    raw: Any = OmegaConf.to_container(node, resolve=False)
+    if isinstance(node, ListConfig):
+        return [_plain_child(node, index, raw[index], reads) for index in range(len(node))]
+    return {key: _plain_child(node, key, raw[key], reads) for key in node}
+
+
+def _plain_child(parent: Any, key: Any, raw: Any, reads: list[str]) -> Any:
+    if OmegaConf.is_missing(parent, key):
+        return raw
+    if isinstance(raw, str) and "${" in raw and "${" not in REFERENCE.sub("", raw):
+        return raw
+    reads.clear()
+    value = parent[key]
+    if reads:
+        return raw
+    return _plain(value, reads)
+
+
+def with_devices(values: dict[str, Any], placement: Placement) -> dict[str, Any]:
+    """Return `values` with the devices that were found, if they configure a Trainer."""
+    if not isinstance(values.get("trainer"), dict):
+        return values
+    found = {"accelerator": placement.accelerator, "devices": placement.devices}
+    return {**values, "trainer": {**values["trainer"], **found}}
