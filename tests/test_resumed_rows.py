@@ -122,6 +122,30 @@ def test_every_tracker_gets_the_numbers_of_a_run_that_never_stopped(
     assert rows_of_tensorboard(run) == rows_of_tensorboard(whole)
 
 
+SLOW = """
+import pathlib, time
+from lightning.pytorch.loggers.logger import DummyLogger
+class Slow(DummyLogger):
+    def log_table(self, *_, **__): pass
+    def log_html(self, *_): pass
+    def next_commands(self): return []
+    def close(self, status):
+        time.sleep(2)
+        with pathlib.Path("closed").open("a") as file:
+            file.write(f"{status} ")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_tracker_is_closed_before_ranks_restart(command, stops):
+    (command.folder / "slow.py").write_text(SLOW)
+    size = ["batch.global_size=4", "batch.micro_size=2", "trainer=cpu", "trainer.devices=2"]
+    words = [*size, "+logger.slow._target_=slow.Slow", *stops("7:1:SIGTERM"), "run_dir=run"]
+    command.train(*words, PYTHONPATH=str(command.folder))
+    assert (command.folder / "closed").read_text() == "stopped done "
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_fewer_ranks_log_the_same_bits_with_sums_in_one_order(command, stops):

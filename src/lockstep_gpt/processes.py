@@ -138,6 +138,11 @@ def own_process() -> None:
     _is_own = True
 
 
+def is_own_process() -> bool:
+    """Return whether this process runs nothing but our command, so that its end is ours, too."""
+    return _is_own
+
+
 def freeze_lasting_objects() -> None:
     """Exclude what exists now from garbage collection, if this process is ours and a rank.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.processes import STOP_SIGNALS
+from lockstep_gpt.processes import STOP_SIGNALS, is_own_process
 
 REPEAT_SECONDS = 0.3  # less is one Ctrl-C: `timeout -s INT` signals a process and its group
 AT_ONCE = "\nstopping at once, without a save"
@@ -136,12 +136,12 @@ def note() -> StopSignals:
 def noted() -> Iterator[None]:
     """Only note the first signal in this context; leave a foreign process its handlers afterward.
 
-    A process of ours handles signals already, and goes on to do so. Only the main thread can.
+    A process of ours goes on to note it, and closes its trackers. Only the main thread can.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
-    elif signal.getsignal(signal.SIGTERM) == received.handle:
-        received.note()
+    elif is_own_process() or signal.getsignal(signal.SIGTERM) == received.handle:
+        note()
         yield
     else:
         with restored():

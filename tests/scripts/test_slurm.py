@@ -262,7 +262,7 @@ def test_array_runs_a_line_of_the_sweep_in_each_task(slurm, command, wait_for):
     array = ("--nodes=1", "--array=1-2")
     job = slurm.submit(command.folder, *array, *words, SWEEP="sweep.txt")
     wait_for(lambda: not slurm.run("squeue", "--noheader"))
-    assert command.summary(f"runs/slurm-{job}/1")["lr"] == pytest.approx(1e-3)
+    assert command.summary(f"runs/slurm-{job}/1")["peak_lr"] == pytest.approx(1e-3)
     assert slurm.state(f"{job}_2")[0] == "FAILED"
     output = "".join(path.read_text() for path in command.folder.glob("slurm-*.log"))
     assert "optim.lr=-1.0 must be above 0" in output

@@ -27,7 +27,15 @@ from lockstep_gpt import processes, standard_streams, stop_signals
 from lockstep_gpt.batch import Batch
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.exits import after_signal
-from lockstep_gpt.launch import composed, continued, devices, hydra_job, launcher, start, targets
+from lockstep_gpt.launch import (
+    composed,
+    continued,
+    devices,
+    hydra_job,
+    launcher,
+    start,
+    targets,
+)
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import NewRun

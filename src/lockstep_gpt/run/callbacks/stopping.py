@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed.ranks import LONGEST_WAIT, from_each_rank, gloo_group
+from lockstep_gpt.distributed.ranks import LONGEST_WAIT, gloo_group
 from lockstep_gpt.lightning_patches import wait_of, without_sigterm_broadcasts
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -30,13 +30,6 @@ class Stopped(BaseException):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
         self.saved = saved
-
-
-def stop_before_first_step() -> None:
-    """Raise `Stopped` on all ranks if one of them got a signal before training."""
-    signals = from_each_rank(int(stop_signals.received.first or 0))
-    if any(signals):
-        raise Stopped(max(signals), saved=False)
 
 
 class StopVote:
