@@ -198,7 +198,7 @@ def test_validation_sees_every_window_once(folder):
 @pytest.mark.parametrize(("val_tokens", "count"), [(1, 1), (47, 5), (48, 6), (10**6, 24)])
 def test_val_tokens_limit_whole_windows_spread_evenly(folder, val_tokens, count):
     data = datamodule(folder, val_tokens=val_tokens)
-    assert data.val_windows == count
+    assert sum(data.validated.values()) == count
     module, _ = fit(data, max_steps=2)
     targets = torch.cat([targets for _, targets in module.validated])
     real = targets[(targets != IGNORE).all(dim=1)]
@@ -287,7 +287,7 @@ def test_training_goes_on_with_the_same_tokens_only(folder, tmp_path):
         "fingerprint": FINGERPRINT,
     }
     other = datamodule(folder)
-    other.fingerprint = "e" * 64
+    other.prepared.fingerprint = "e" * 64
     with pytest.raises(UserError, match=rf"on other tokens than .*data\.fingerprint={FINGERPRINT}"):
         fit(other, 4, tmp_path / "run.ckpt")
     other.force = True
@@ -323,6 +323,6 @@ def test_a_block_longer_than_the_data_is_rejected(folder):
 
 def test_the_longest_block_gives_one_window(folder):
     data = datamodule(folder, block_size=199, batch=2)
-    assert data.val_windows == 1
+    assert sum(data.validated.values()) == 1
     module, _ = fit(data, max_steps=2)
     assert (module.validated[0][1][1] == IGNORE).all()

@@ -7,7 +7,6 @@ import torch
 from lightning import LightningDataModule
 
 import lockstep
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading.loaders import (
     Joined,
     TrainLoader,
@@ -15,17 +14,9 @@ from lockstep_gpt.loading.loaders import (
     refuse_other_past,
     samples_of_run,
 )
-from lockstep_gpt.tokens.held_out import (
-    counts_within,
-    eval_loaders,
-    open_windows,
-    split_of,
-)
-from lockstep_gpt.tokens.packing import Packing, Stream
-from lockstep_gpt.tokens.prepare import prepare_once
-from lockstep_gpt.tokens.shards import load_index
+from lockstep_gpt.tokens.packing import Packing
+from lockstep_gpt.tokens.prepared import Prepared
 from lockstep_gpt.tokens.sources.source import Source
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.tokens.windows import Batch, Stored, move_to_device
 
 
@@ -67,18 +58,13 @@ class Tokens(LightningDataModule):
     ) -> None:
         super().__init__()
         self.source = replace(source, root=root, fingerprint=fingerprint)
-        self.folder = prepare_once(self.source, run)
-        self.packing = packing or Stream()
-        self.windows = open_windows(self.folder, block_size, self.packing)
-        self.validated = counts_within(self.windows["val"].counts, val_tokens, block_size)
-        self.train_windows = len(self.windows["train"])
-        self.val_windows = sum(self.validated.values())
+        self.prepared = Prepared(self.source, block_size, packing, run)
+        self.windows = self.prepared.windows
+        self.validated = self.prepared.to_validate(val_tokens)
         self.may_ignore = self.windows["train"].has_padding  # whether some targets don't count
-        index = load_index(self.folder)
-        self.fingerprint = index.fingerprint
-        self.tokenizer = from_dict(index.tokenizer)
+        self.tokenizer = self.prepared.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
-        self.block_size = self.tokens_per_sample = block_size
+        self.tokens_per_sample = block_size
         self.batch = batch
         self.seed = seed
         self.force = run is not None and run.force
@@ -106,16 +92,15 @@ class Tokens(LightningDataModule):
     def order(self) -> lockstep.Order:
         """Which training window each position of the run takes."""
         counts = self.windows["train"].counts
-        return self.source.order(counts, self.planned_samples, self.block_size, self.seed)
+        return self.source.order(counts, self.planned_samples, self.tokens_per_sample, self.seed)
 
     def val_dataloader(self) -> Joined:
         """Return batches that contain every validation window once across all ranks."""
-        return eval_loaders(self.windows["val"], self.validated, self.batch, self.trainer)
+        return self.prepared.eval_loader("val", self.batch, self.trainer, self.validated)
 
     def test_dataloader(self) -> Joined:
         """Return batches that contain every test window once across all ranks."""
-        windows = split_of(self.windows, "test", self.folder)
-        return eval_loaders(windows, windows.counts, self.batch, self.trainer)
+        return self.prepared.eval_loader("test", self.batch, self.trainer)
 
     def transfer_batch_to_device(
         self, batch: Stored, device: torch.device, dataloader_idx: int = 0
@@ -129,23 +114,15 @@ class Tokens(LightningDataModule):
 
     def receipt_lines(self) -> dict[str, str]:
         """Return what the receipt of a run says of the data and the windows."""
-        windows = f"{self.train_windows:,} windows to train on, {self.val_windows:,} to validate on"
-        packing = self.packing.describe(self.folder, self.block_size)
-        return {"data": f"{self.folder}, {windows}", **({"packing": packing} if packing else {})}
+        return self.prepared.receipt_lines(self.validated)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what checkpoints say of the tokens; `generate` needs no more of the data."""
-        saved = {"tokenizer": self.tokenizer.to_dict(), "fingerprint": self.fingerprint}
-        return {**saved, **past_of(self.trainer)}
+        return {**self.prepared.state(), **past_of(self.trainer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse to train on with other tokens, or in another order than so far."""
         is_training = self.trainer is not None and self.trainer.training
-        if not is_training or self.force:
-            return
-        if state_dict["fingerprint"] != self.fingerprint:
-            raise UserError(
-                f"the checkpoint is of a run on other tokens than {self.folder}; to train on them, "
-                f"set data.fingerprint={state_dict['fingerprint']}, or resume_force=true"
-            )
-        refuse_other_past(self.order, state_dict)
+        if is_training and not self.force:
+            self.prepared.refuse_other(state_dict)
+            refuse_other_past(self.order, state_dict)

@@ -101,7 +101,7 @@ def of_split(
     refuse_broken_weights(((name, weights[name]) for name in names), f"checkpoint {checkpoint}")
     result = _measured(module, data, cfg, checkpoint, content, split)
     if isinstance(data, Tokens) and "tokens" in result:
-        index = shards.load_index(data.folder)
+        index = shards.load_index(data.prepared.folder)
         text_bytes = index.splits[split].text_bytes
         # The number of bytes is known only for all tokens together.
         if text_bytes and result["tokens"] in _counts_of_all_targets(data, index, split):
@@ -235,7 +235,7 @@ def _counts_of_all_targets(data: Tokens, index: shards.Index, split: str) -> tup
     """Return how many targets a split has in all, in windows of a stream and in packed ones."""
     windows = sum(data.windows[split].counts.values())
     parts = [index.splits[name] for name in index.parts(split).values()]
-    return windows * data.block_size, sum(part.tokens - 1 for part in parts)
+    return windows * data.tokens_per_sample, sum(part.tokens - 1 for part in parts)
 
 
 def of_text(

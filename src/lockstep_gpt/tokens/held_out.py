@@ -5,7 +5,6 @@ from pathlib import Path
 
 from lightning import Trainer
 
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.loading.loaders import EvalLoader, Joined, Sized, eval_loader
 from lockstep_gpt.settings import check_whole
 from lockstep_gpt.tokens import shards
@@ -74,13 +73,3 @@ def eval_loaders(
         loaders.append(loader)
         first += size
     return Joined(loaders)
-
-
-def split_of(windows: Mapping[str, Windows], split: str, folder: Path) -> Windows:
-    """Return the windows of a split, or raise a `UserError` if the folder has no such split."""
-    if split not in windows:
-        raise UserError(
-            f"{folder} has no {split} split; prepare one with "
-            f"{shards.load_index(folder).test_settings()}"
-        )
-    return windows[split]

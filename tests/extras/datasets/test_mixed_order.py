@@ -91,14 +91,14 @@ def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(
         assert seen == sorted(windows[np.arange(first, first + size)].tolist())
         assert len({len(loader) for loader in of_ranks}) == 1
         first += size
-    assert first == modules[0].val_windows
+    assert first == sum(modules[0].validated.values())
     assert len([*modules[0].val_dataloader()]) == sum(map(len, loaders[0]))
 
 
 def test_val_tokens_are_divided_equally_and_each_source_has_a_window(corpora, module_of):
     module = module_of(corpora(), val_tokens=30 * T)
     assert module.validated == {"code": 10, "poems": 10, "prose": 10}
-    assert module_of(corpora(), val_tokens=1).val_windows == 3
+    assert sum(module_of(corpora(), val_tokens=1).validated.values()) == 3
     assert module_of(corpora(), val_tokens=300 * T).validated["poems"] < 100
 
 

@@ -137,7 +137,7 @@ def test_ranks_and_a_resume_take_the_same_windows(world, mixed, packed):
 @pytest.mark.parametrize("world", [1, 2])
 def test_validation_counts_each_held_out_target_of_each_source_once(world, mixed, packed):
     modules = [packed(mixed, rank, world) for rank in range(world)]
-    index = load_index(modules[0].folder)
+    index = load_index(modules[0].prepared.folder)
     for place, name in enumerate(modules[0].validated):
         loaders = [module.val_dataloader().loaders[place] for module in modules]
         pairs = zip(modules, loaders, strict=True)

@@ -85,7 +85,9 @@ class BySource(StepCallback):
         data = _data_of(trainer)
         order = data.order
         samples = data.planned_samples
-        for label, line in lines_of(order, samples, load_index(data.folder).settings["sources"]):
+        for label, line in lines_of(
+            order, samples, load_index(data.prepared.folder).settings["sources"]
+        ):
             logger.info("  %s  %s", label, line)
         counts = order.counts(samples)
         for name, epochs in order.epochs(samples).items():
@@ -121,7 +123,7 @@ class BySource(StepCallback):
         if step % self.every == 0 or step == trainer.max_steps:
             loader: Any = trainer.train_dataloader
             counts = loader.order.counts(loader.samples_seen(step)).items()
-            size = _data_of(trainer).block_size
+            size = _data_of(trainer).tokens_per_sample
             tokens: dict[str, float] = {
                 f"data/tokens/{name}": count * size for name, count in counts
             }
