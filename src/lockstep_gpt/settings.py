@@ -1,7 +1,4 @@
-"""How a setting is declared and checked.
-
-Each group's class is beside the code that it configures, in a file that ends with `_settings.py`.
-"""
+"""How settings are checked, and how those of a dataclass are declared."""
 
 import math
 from dataclasses import Field, field, fields

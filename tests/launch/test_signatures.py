@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import itertools
+import re
 import sys
+from pathlib import Path
 
 import lightning
 import pytest
@@ -30,7 +32,16 @@ TORCHS = [
     for name in package.__all__
 ]
 METRICS = [f"torchmetrics.{name}" for name in torchmetrics.__all__]
+CONFIGS = Path(__file__).parents[2] / "configs"
+OURS = sorted(
+    {
+        target
+        for path in CONFIGS.rglob("*.yaml")
+        for target in re.findall(r"^ *_target_: (lockstep\S+)", path.read_text(), re.MULTILINE)
+    }
+)
 MUST_BE_READ = [
+    *OURS,
     "hydra.utils.get_method",
     "lightning.LightningDataModule",
     "lightning.LightningModule",
@@ -47,16 +58,8 @@ MUST_BE_READ = [
     "lightning.pytorch.strategies.DDPStrategy",
     "lightning.pytorch.strategies.FSDPStrategy",
     "lightning.pytorch.strategies.SingleDeviceStrategy",
-    "lockstep_gpt.distributed.strategies.auto",
-    "lockstep_gpt.distributed.strategies.ddp",
-    "lockstep_gpt.distributed.strategies.fsdp2",
-    "lockstep_gpt.run.callbacks.checkpoints.Checkpoints",
-    "lockstep_gpt.run.callbacks.progress.Progress",
     "lockstep_gpt.run.loggers.wandb_run.WandbRun",
-    "lockstep_gpt.module.GPTModule",
     "lockstep_gpt.training.muon.Muon",
-    "lockstep_gpt.sample.Sample",
-    "lockstep_gpt.schedule.Schedule",
     "torch.nn.Conv2d",
     "torch.nn.Linear",
     "torch.nn.Sequential",

@@ -309,7 +309,10 @@ def directory_of(config: DictConfig) -> RunDirectory:
     named = config.get("run_dir")
     job = HydraConfig.get()
     if named is None:
-        run = RunDirectory(Path(job.runtime.output_dir))
+        path, here = Path(job.runtime.output_dir), Path.cwd()
+        if path.is_relative_to(here) and path != here:  # it is, if Hydra changes to it
+            path = path.relative_to(here)
+        run = RunDirectory(path)
     elif hydra_job.is_sweep():
         run = RunDirectory(Path(named) / str(job.sweep.subdir))
     else:

@@ -49,6 +49,7 @@ KEEPING_CLASS = {
     "typing_extensions.final",
 }
 DATACLASS = "dataclasses.dataclass"
+SETTING = "lockstep_gpt.settings.setting"  # which returns a field
 NAMED_TUPLE = "typing.NamedTuple"
 PROTOCOL = "typing.Protocol"
 # Classes that take whatever the `__init__` of a class derived from them takes.
@@ -569,11 +570,14 @@ def _field(
     """Return a field's argument; None if `__init__` doesn't have it."""
     default = value
     if isinstance(value, ast.Call):
-        if _full_name(value.func, module) != "dataclasses.field" or value.args:
-            raise UnknownError  # it may return a field
         options = {str(keyword.arg): keyword.value for keyword in value.keywords}
         if "None" in options:  # **options
             raise UnknownError
+        maker = _full_name(value.func, module)
+        if maker == SETTING:
+            options |= dict(zip(("meaning", "default"), value.args, strict=False))
+        elif maker != "dataclasses.field" or value.args:
+            raise UnknownError  # it may return a field
         if not ast.literal_eval(options.get("init", ast.Constant(True))):
             return None
         is_keyword = ast.literal_eval(options.get("kw_only", ast.Constant(is_keyword)))

@@ -119,7 +119,7 @@ class StateInMemory(StepCallback, Checkpoint):
         self.writer_for(trainer)
         self.prepare(trainer.strategy, bytes_of_state(pl_module))
         if self.line is not None and self.ranks.rank == 0 and not is_restart():
-            logger.info("  memory  %s", self.line)
+            logger.info("  %-9s  %s", "memory", self.line)
 
     def prepare(self, strategy: Strategy, size: int) -> None:
         """Take the memory for states of `size` bytes, unless this `strategy` has none to keep."""
