@@ -265,7 +265,7 @@ def test_array_runs_a_line_of_the_sweep_in_each_task(slurm, command, wait_for):
     assert command.summary(f"runs/slurm-{job}/1")["peak_lr"] == pytest.approx(1e-3)
     assert slurm.state(f"{job}_2")[0] == "FAILED"
     output = "".join(path.read_text() for path in command.folder.glob("slurm-*.log"))
-    assert "optim.lr=-1.0 must be above 0" in output
+    assert "optim.lr=-1 must be above 0" in output
     assert "start 1 of 3" not in output
 
 
