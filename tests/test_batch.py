@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import lightning
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,30 +144,6 @@ class Steps(BoringModel):
 
     def on_validation_start(self) -> None:
         self.validated.append(self.trainer.global_step)
-
-
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_a_plain_trainer_validates_after_the_same_steps_on_any_number_of_devices(
-    devices: int, tmp_path: object
-) -> None:
-    batch = Batch(8, 2).spread_over(devices)
-    module = Steps()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,  # one of them
-        max_steps=7,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-        **batch.trainer_arguments(val_every=3),
-    )
-    trainer.fit(module)
-    assert trainer.accumulate_grad_batches == 4 // devices
-    assert module.validated == [3, 6]
 
 
 def test_the_arithmetic_needs_no_torch() -> None:

@@ -302,6 +302,15 @@ def test_a_forced_resume_with_a_mistake_leaves_the_run_unchanged(finished, comma
         assert (command.folder / "run/checkpoints/step=000020.ckpt").is_file()
 
 
+def test_a_mistake_after_other_tokens_were_decided_leaves_the_run_s_own(finished, command):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    before = (command.folder / "run/decided.json").read_bytes()
+    mistake = ("data.source.val_fraction=0.3", "max_steps=30", "callbacks.sample.length=-1")
+    stderr = command("train", *FORCED, *mistake, status=2).stderr
+    assert "callbacks.sample.length=-1" in stderr
+    assert (command.folder / "run/decided.json").read_bytes() == before
+
+
 def content(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

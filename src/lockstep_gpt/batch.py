@@ -254,30 +254,6 @@ class Batch:
             )
         return self._shares
 
-    def trainer_arguments(self, val_every: int) -> dict[str, Any]:
-        """Return what Lightning's Trainer needs for this batch, as keyword arguments.
-
-        The loaders decide which samples a rank has, so Lightning must not. It counts micro-batches
-        between validations, which follow steps here, and not the ends of epochs. It would also
-        validate before the first step.
-
-        In Lightning's default, `inference_mode=True`, validation would run in inference mode over
-        NCCL, and under `no_grad` over gloo. In inference mode, tensors that outlive a validation,
-        such as gathered weights, can't be trained with.
-
-        Args:
-            val_every: optimizer steps between validations.
-        """
-        check_whole("val_every", val_every, at_least=1)
-        return {
-            "accumulate_grad_batches": self.accumulation,
-            "use_distributed_sampler": False,
-            "val_check_interval": val_every * self.accumulation,
-            "check_val_every_n_epoch": None,
-            "num_sanity_val_steps": 0,
-            "inference_mode": False,
-        }
-
     def receipt_lines(self) -> dict[str, str]:
         """Return what a run says of its batch, and of what is equal on other devices."""
         line = f"{self.ranks} x {counted(self.micro_size, 'sample')} x {self.accumulation} "

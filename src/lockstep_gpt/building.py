@@ -44,7 +44,9 @@ def build(node: Any, **given: Any) -> Any:
         UserError: there is no such class, it has no such argument, the node has an argument that is
             given, or the class refuses one.
     """
-    config = cast(DictConfig, node if OmegaConf.is_config(node) else OmegaConf.create(node))
+    if not isinstance(node, Mapping | DictConfig):
+        raise UserError(f"{as_typed(node)} is no node that names its class by _target_; write one")
+    config = node if isinstance(node, DictConfig) else OmegaConf.create({**node})
     place = place_of(config)
     values = _resolved(config)
     target = values.get("_target_")
@@ -54,7 +56,8 @@ def build(node: Any, **given: Any) -> Any:
     accepted = inspect.signature(function).parameters
     takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
     arguments = {name: value for name, value in given.items() if takes_any or name in accepted}
-    _refuse_unknown(place, values, {} if takes_any else accepted)
+    if not takes_any:
+        _refuse_unknown(place, values, accepted)
     _refuse_unknown_inside(place, values)
     own = _own_arguments(values, place)
     for name in own.keys() & arguments.keys():
@@ -155,8 +158,6 @@ def _of_node(place: str, mistake: UserError, arguments: Collection[str] | None =
 
 
 def _refuse_unknown(place: str, values: dict[str, Any], accepted: Mapping[str, Any]) -> None:
-    if not accepted:
-        return
     called = values["_target_"].rpartition(".")[2]
     for name in values:
         if name in accepted or name.startswith("_"):  # such as `_target_`
@@ -179,7 +180,9 @@ def _refuse_lacking(
     if lacking:
         settings = " and ".join(f"{place}.{name}".lstrip(".") for name in lacking)
         called = target.rpartition(".")[2]
-        raise UserError(f"{place}: {called} needs {' and '.join(lacking)}; set {settings}")
+        raise UserError(
+            f"{place or 'a node'}: {called} needs {' and '.join(lacking)}; set {settings}"
+        )
 
 
 def _refuse_unknown_inside(place: str, node: Any) -> None:
@@ -194,7 +197,8 @@ def _refuse_unknown_inside(place: str, node: Any) -> None:
         if isinstance(child, dict) and isinstance(child.get("_target_"), str):
             accepted = inspect.signature(imported(child["_target_"], inner)).parameters
             takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
-            _refuse_unknown(inner, child, {} if takes_any else accepted)
+            if not takes_any:
+                _refuse_unknown(inner, child, accepted)
         _refuse_unknown_inside(inner, child)
 
 

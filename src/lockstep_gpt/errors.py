@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
 
 from lockstep_gpt.exits import Exit
 
@@ -52,17 +50,6 @@ def refusing_long_names() -> Iterator[None]:
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise UserError(f"{error.strerror}: {error.filename}; give a shorter name") from error
-
-
-def defined_in(module: ModuleType, name: str, example: str) -> Any:
-    """Return what a module of the user's own defines under `name`.
-
-    Raises:
-        UserError: it defines nothing of that name; `example` is a file that does.
-    """
-    if not hasattr(module, name):
-        raise UserError(f"{module.__file__} defines no {name}; define it as {example} does")
-    return getattr(module, name)
 
 
 class ReportedError(Exception):

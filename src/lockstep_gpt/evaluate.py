@@ -84,6 +84,4 @@ def configuration(checkpoint: Path, content: dict[str, Any], trusted: bool = Fal
         states = [state for state in content.values() if isinstance(state, dict)]
         found = [state["fingerprint"] for state in states if state.get("fingerprint")]
         cfg.data.fingerprint = found[0] if found else cfg.data.fingerprint
-    if "compiled" in cfg.module:
-        cfg.module.compiled = False
     return cfg

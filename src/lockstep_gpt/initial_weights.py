@@ -93,8 +93,8 @@ def weights_of_run(
             saved[name] = saved[name][: model.block_size]
     if tokenizer is not None and not _encode_alike(tokenizer_of(checkpoint, content), tokenizer):
         raise UserError(
-            f"{where} has another tokenizer than the data; prepare the data with its own, "
-            f"tokenizer={path} where the source of data has that"
+            f"{where} has another tokenizer than the data; train with its own, as in "
+            f"tokenizer={settled(content['config']).get('tokenizer')}"
         )
     return weights_for(model, saved, where), context
 

@@ -18,6 +18,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import composed, targets
 from lockstep_gpt.launch.main import Jobs
 from lockstep_gpt.logs import LEVELS, log_to_stdout
+from lockstep_gpt.settings import check_choice
 from lockstep_gpt.tokens import prepare as tokens
 from lockstep_gpt.tokens.shards import check_block_size, load_index
 
@@ -48,6 +49,7 @@ def main(words: list[str]) -> int:
 
 def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     """Prepare the tokens of one configuration; return the exit status and no value."""
+    check_choice("verbosity", config.verbosity, tuple(LEVELS))
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     data = config.data
     if "source" not in data:

@@ -1,6 +1,7 @@
 """How settings are checked, and how those of a dataclass are declared."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, field, fields
 from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -72,6 +73,12 @@ class Checked:
     def refuse(self, name: str, rule: str) -> None:
         """Raise a `UserError` that names the setting and the rule that it breaks."""
         check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
+
+
+def node_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a node of a configuration; an empty one if it is null or a plain value there."""
+    node = values.get(name)
+    return node if isinstance(node, dict) else {}
 
 
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:

@@ -25,7 +25,8 @@ def build(
     schedule = lockstep.build(cfg.schedule, steps=cfg.max_steps, peak=peak)
     torch.manual_seed(cfg.seed)  # all ranks draw the same initial weights
     vocab_size = getattr(data, "vocab_size", None)
-    module = lockstep.build(cfg.module, schedule=schedule, vocab_size=vocab_size)
+    known = {"schedule": schedule, "vocab_size": vocab_size, "compiled": cfg.compile}
+    module = lockstep.build(cfg.module, **known)
     if cfg.init_from is not None and not run.has_begun:
         load_initial_weights(cfg.init_from, module, data)
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []

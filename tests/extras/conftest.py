@@ -44,19 +44,6 @@ def apart(command: Any) -> Callable[..., Any]:
     return start
 
 
-@pytest.fixture
-def with_shared_memory(command, apart):
-    """Train with a separate /dev/shm; return the status and the output."""
-
-    def train(mount, *words):
-        words = command.smoke("run_dir=run", *words)
-        process = apart(f"mount -t tmpfs -o {mount} tmpfs /dev/shm", *words)
-        _, said = process.communicate(timeout=240)
-        return process.returncode, said
-
-    return train
-
-
 class Resumed(Tokens):
     """The data after so many samples."""
 

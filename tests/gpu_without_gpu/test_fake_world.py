@@ -88,7 +88,8 @@ def test_validation_has_no_other_mode_than_over_gloo(new_run):
         max_steps=STEPS,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        **run.batch.trainer_arguments(val_every=1),
+        inference_mode=False,  # as in configs/trainer
+        use_distributed_sampler=False,
     )
     trainer.validate(run.module, run.data, verbose=False)
     assert mode.modes == (False, False)

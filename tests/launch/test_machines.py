@@ -8,8 +8,8 @@ import pytest
 from lockstep_gpt.distributed import waiting
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, meeting, start
+from lockstep_gpt.launch.devices import spread_batches
 from lockstep_gpt.launch.machines import rendezvous_parameters
-from lockstep_gpt.launch.main import spread_batches
 from lockstep_gpt.launch.placement import Launch, Placement
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.run.directory import RunDirectory

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.distributed.waiting import MeetingError
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.tokens import build as build_module
 from lockstep_gpt.tokens import prepare as prepare_module
@@ -339,6 +340,7 @@ class Notes:
         self.file = file
         self.ranks = Ranks(local_rank if rank is None else rank, local_rank)
         self.force = force
+        self.has_failed = False
 
     def recall(self, name):
         return json.loads(self.file.read_text())[name] if self.file.exists() else None
@@ -370,6 +372,27 @@ def test_a_run_refuses_settings_that_give_other_tokens_unless_forced(corpus, tmp
     assert prepare_once(corpus(val_fraction=0.3), run) == other
     with pytest.raises(UserError, match=r"^data\.source\.val_fraction=0\.4 gives other tokens"):
         prepare_once(corpus(), run)
+
+
+def test_all_ranks_take_the_tokens_that_a_forced_start_names(corpus, tmp_path):
+    notes = tmp_path / "notes"
+    first = prepare_once(corpus(), Notes(notes))
+    other = prepare(corpus(val_fraction=0.3))
+    named = load_index(other).fingerprint
+    forced = [Notes(notes, rank, force=True) for rank in (1, 0)]
+    folders = [prepare_once(corpus(fingerprint=named), rank) for rank in forced]
+    assert folders == [other, other] != [first, first]
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_ranks_that_wait_end_with_the_one_that_prepares(corpus, tmp_path, decided):
+    waiting = Notes(tmp_path / "notes", 1)
+    if decided:
+        marks = {"marks": corpus().marks(), "fingerprint": "e" * 64}
+        Notes(tmp_path / "notes").remember("tokens", marks)
+    waiting.has_failed = True
+    with pytest.raises(MeetingError, match="has failed"):
+        prepare_once(corpus(), waiting)
 
 
 def test_a_corpus_that_has_moved_is_the_same_and_another_one_is_refused(corpus, tmp_path):

@@ -27,10 +27,6 @@ class Waiting:
         self._hint = hint
         self._started = time.monotonic()
 
-    def restart(self) -> None:
-        """Wait as long again, because the others are alive."""
-        self._started = time.monotonic()
-
     def go_on(self, awaited: str, fault: str = "") -> None:
         """Wait a moment for what is `awaited`; raise a `MeetingError` if the time is up.
 

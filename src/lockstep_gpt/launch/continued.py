@@ -56,6 +56,8 @@ def resume(
     is_open = "trainer.devices" not in (word.partition("=")[0] for word in hydra_job.overrides())
     placement = devices.found(merged, settings, is_open=is_open)
     devices.refuse_half(merged, placement)
+    with naming_file(run):
+        devices.spread_batches(merged, placement, settings.min_nodes, run.notes())
     merged = {**hydra_job.with_devices(merged, placement), "run_dir": str(run.path)}
     if not values.get("resume_force"):
         where = f"run_dir={run.path}"
@@ -180,7 +182,8 @@ class ContinuedRun:
         """Freeze the changed values, and add the changes to the log of overrides."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         run = self.run
-        files = (run.config, run.overrides, run.summary, run.failed)  # ranks write the last two
+        # Ranks write the last three.
+        files = (run.config, run.overrides, run.summary, run.failed, run.decided)
         self._files = {path: path.read_bytes() if path.exists() else None for path in files}
         with self.run.writing(UserError):
             with replacing(self.run.overrides) as file:

@@ -9,15 +9,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lockstep_gpt.batch import Batch
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import launcher, slurm, variables
 from lockstep_gpt.launch.launch_settings import LaunchSettings
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.settings import check
+from lockstep_gpt.settings import check, node_of
 
 DEVICE_FILES = Path("/dev")
 MOST_RANKS = 1024  # of a machine
 MOST_NODES = 100_000
+BATCHES = ("lockstep.Batch", "lockstep_gpt.batch.Batch")
 HALF = ("16", "16-mixed")  # what Lightning calls float16 that isn't in all of the model
 
 
@@ -132,3 +134,32 @@ def _describe_gpus(count: int) -> str:
     if mask is not None:
         line += f" with CUDA_VISIBLE_DEVICES={mask}"
     return line
+
+
+def spread_batches(
+    values: Mapping[str, Any],
+    placement: Placement,
+    min_nodes: int | None,
+    decided: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise a `UserError`, before ranks start, for a `Batch` that the devices can't share.
+
+    Args:
+        values: a whole configuration.
+        placement: the devices.
+        min_nodes: with as few machines, the run goes on with the same batch; None: with no less.
+        decided: what a run has decided at its first start, such as its `global_size`.
+    """
+    for node in values.values():
+        if not isinstance(node, dict) or node.get("_target_") not in BATCHES:
+            continue
+        sizes = {name: value for name, value in node.items() if name != "_target_"}
+        if sizes.get("global_size") is None:
+            sizes["global_size"] = (decided or {}).get("global_size")
+        if any(isinstance(value, str) for value in sizes.values()):  # a reference
+            continue
+        parallel = node_of(values, "strategy").get("tensor_parallel", 1)
+        batch = Batch(**sizes).spread_over(placement.devices, placement.nodes, parallel)
+        fixed = Batch(**{**sizes, "global_size": batch.global_size})
+        for count in range(min_nodes or placement.nodes, placement.nodes):
+            fixed.spread_over(placement.devices, count, parallel)

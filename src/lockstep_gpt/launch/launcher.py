@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from lockstep_gpt.settings import check, counted
 if TYPE_CHECKING:  # the parent of an agent never imports torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-ALIVE_SECONDS = 5.0  # between signs of life of rank 0 while it prepares the data
+FREEZE_SECONDS = 50.0  # for rank 0 to freeze the configuration; locks may take ten of them
 RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun gives this variable to its ranks
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 UNSET = "if no launcher started this process, run: unset RANK WORLD_SIZE LOCAL_WORLD_SIZE"
@@ -168,8 +167,7 @@ def _agree_as_first(
 ) -> RunDirectory:
     others = range(1, world_size)
     try:
-        with _signs_of_life(store):
-            run = freeze()
+        run = freeze()
         # The run's current path: it may have moved since it was frozen.
         offer = {"status": Exit.DONE, "path": str(run.path), "values": run.values()}
         store.set("offer", json.dumps(offer))
@@ -192,13 +190,8 @@ def _agree_as_first(
 
 
 def _agree_with_first(store: Store, rank: int, values: dict[str, Any]) -> RunDirectory:
-    waiting = Waiting(10 * ALIVE_SECONDS)
-    last_sign = 0
+    waiting = Waiting(FREEZE_SECONDS)
     while not store.check(["offer"]):
-        sign = store.add("signs of life", 0)
-        if sign != last_sign:
-            waiting.restart()
-        last_sign = sign
         waiting.go_on("rank 0")
     offer = json.loads(store.get("offer"))
     status = int(offer["status"])
@@ -210,22 +203,3 @@ def _agree_with_first(store: Store, rank: int, values: dict[str, Any]) -> RunDir
         store.set(f"rank {rank} leaves", "")
         raise ReportedError(status)
     return RunDirectory(Path(offer["path"]))
-
-
-@contextlib.contextmanager
-def _signs_of_life(store: Store) -> Iterator[None]:
-    """Show the other ranks that this one is alive: it may tokenize a corpus for hours."""
-    is_over = threading.Event()
-
-    def give_signs() -> None:
-        with contextlib.suppress(RuntimeError):  # of a lost store, which `agree` reports
-            while not is_over.wait(ALIVE_SECONDS):
-                store.add("signs of life", 1)
-
-    thread = threading.Thread(target=give_signs, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()

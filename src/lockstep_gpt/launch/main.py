@@ -24,7 +24,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep_gpt import processes, standard_streams, stop_signals
-from lockstep_gpt.batch import Batch
 from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.launch import (
@@ -37,14 +36,11 @@ from lockstep_gpt.launch import (
     targets,
 )
 from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.logs import LEVELS, log_to_stdout
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check_choice
 from lockstep_gpt.stop_signals import Interrupted
-
-BATCHES = ("lockstep.Batch", "lockstep_gpt.batch.Batch")
 
 
 def main(
@@ -59,8 +55,9 @@ def main(
         @lockstep.main("../configs", "train")
         def main(cfg: DictConfig, run: lockstep.Run) -> float: ...
 
-    These settings need no place in the YAML files: `run_dir`, `resume` (none, auto, or a path),
-    `resume_force`, `verbosity`, and those of `launch` (see `LaunchSettings`).
+    These settings need no place in the YAML files: `run_dir`, `run_name`, `resume` (none, auto, or
+    a path), `resume_force`, `trust_run_dir`, `verbosity`, and those of `launch` (see
+    `LaunchSettings`).
 
     Args:
         config_path: folder of the YAML files, relative to the function's file.
@@ -260,7 +257,7 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
     settings = LaunchSettings.of(values)
     placement = devices.found(values, settings)
     devices.refuse_half(values, placement)
-    spread_batches(values, placement, settings.min_nodes)
+    devices.spread_batches(values, placement, settings.min_nodes)
     is_named = values.get("run_dir") is not None
     values = hydra_job.with_devices({**values, "run_dir": str(run.path)}, placement)
     if program.reference is None and not settings.inline:
@@ -276,27 +273,6 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
     if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
         hydra_job.remove_traces(run)  # all ranks use the directory of rank 0
     return status, value_of(run, status)
-
-
-def spread_batches(values: dict[str, Any], placement: Placement, min_nodes: int | None) -> None:
-    """Raise a `UserError`, before ranks start, for a `Batch` that the devices can't share.
-
-    Args:
-        values: a whole configuration.
-        placement: the devices.
-        min_nodes: with as few machines, the run goes on with the same batch; None: with no less.
-    """
-    for node in values.values():
-        if not isinstance(node, dict) or node.get("_target_") not in BATCHES:
-            continue
-        sizes = {name: value for name, value in node.items() if name != "_target_"}
-        if any(isinstance(value, str) for value in sizes.values()):  # a reference
-            continue
-        parallel = (values.get("strategy") or {}).get("tensor_parallel", 1)
-        batch = Batch(**sizes).spread_over(placement.devices, placement.nodes, parallel)
-        fixed = Batch(**{**sizes, "global_size": batch.global_size})
-        for count in range(min_nodes or placement.nodes, placement.nodes):
-            fixed.spread_over(placement.devices, count, parallel)
 
 
 def value_of(run: RunDirectory, status: int) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep_gpt.settings import node_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Placement:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return where a frozen configuration, in which devices are decided, puts the ranks."""
-        trainer = values.get("trainer") or {}
+        trainer = node_of(values, "trainer")
         return cls(
             trainer.get("accelerator", "cpu"),
             trainer.get("devices", 1),

@@ -23,7 +23,7 @@ from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.run import Run
-from lockstep_gpt.settings import check_number
+from lockstep_gpt.settings import check_number, node_of
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
 
 logger = logging.getLogger(__name__)
@@ -123,14 +123,13 @@ def refuse_wrong_wait(values: dict[str, Any]) -> None:
 
 def _connection(values: dict[str, Any]) -> dict[str, Any]:
     """Return how the ranks connect, as the Trainer and the strategy would connect them."""
-    trainer = values.get("trainer") or {}
+    trainer = node_of(values, "trainer")
     backend = _strategy_of(values).get("process_group_backend")
     return {"accelerator": trainer.get("accelerator", "cpu"), "backend": backend}
 
 
 def _strategy_of(values: dict[str, Any]) -> dict[str, Any]:
-    strategy = values.get("strategy") or (values.get("trainer") or {}).get("strategy")
-    return strategy if isinstance(strategy, dict) else {}
+    return node_of(values, "strategy") or node_of(node_of(values, "trainer"), "strategy")
 
 
 def _restore_hydra(directory: RunDirectory, ranks: Ranks) -> None:

@@ -45,7 +45,7 @@ class RunStart(Protocol):
         """Raise a `UserError` before anything is read or written."""
 
     def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Make what ranks need in the directory; return the values with what that decides."""
+        """Write what Hydra would beside the configuration; return the values with it."""
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze `values` in the directory, which is locked."""
@@ -132,8 +132,10 @@ def start(run_start: RunStart, call: Call | None = None) -> int:
         # In a new directory, others may still write.
         if status == Exit.MISTAKE and (is_alone or freezing.run_existed):
             freezing.undo()
-        if Ending(status).stopped_by and is_alone and not run_start.run.has_begun():
-            freezing.undo()
+        if Ending(status).stopped_by and is_alone:
+            run = run_start.run
+            if not (run.has_begun() or run.has_saved()):
+                freezing.undo()
     return status
 
 
@@ -164,7 +166,7 @@ def _start_ranks(
 
 
 class Freezing:
-    """The step from settings to a run directory: data prepared, locked, and frozen."""
+    """The step from settings to a run directory: locked, and frozen."""
 
     def __init__(self, run_start: RunStart, lock: contextlib.ExitStack) -> None:
         self._run_start = run_start

@@ -83,7 +83,7 @@ def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any
     """Record a failure, or a stop before all ranks saved, also if no rank was left to do it."""
     summary, _ = read_object(run.summary)  # no warning may follow the last line
     stopped_by = Ending(status).stopped_by
-    if stopped_by and not run.has_begun() and not run.has_more():
+    if stopped_by and not (run.has_begun() or run.has_saved() or run.has_more()):
         line = "stopped by %s before the first step; nothing is kept: start it again"
         logging.warning(line, SIGNALS[stopped_by])
         return

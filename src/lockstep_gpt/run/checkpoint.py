@@ -5,11 +5,12 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 
 - from Lightning: `state_dict` (the weights), `optimizer_states`, `lr_schedulers`, `callbacks`,
   `loops` (progress), `global_step`, `epoch`;
-- from `Checkpoints`: `config`, `tokenizer`, `samples` and `tokens` (consumed so far);
-- from `Metrics`: `means` (the values of each `Mean` since the last row of the log);
+- from `Checkpoints`: `config`, and `accumulate_grad_batches`;
+- from `ValidateEvery`: `monitored` (the newest values);
+- from `Metrics`: `means` (the values of each `Mean` since the last row of the log), `epoch_values`;
+- from the data module: its own state, such as `Tokens` (the tokenizer and the fingerprint);
 - from `WeightHashes`: `weights` (a hash of the weights for each step that was saved);
 - from `Arithmetic`: `arithmetic` (what computed, from each step at which that changed);
-- from `Sources`: `turns`, the rule by which a mixture's sources take turns;
 - from `ShardedStrategy`: `parts`, their names; the file then has None for the shards in them.
 """
 
@@ -179,20 +180,13 @@ def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
     return newest.path if newest else None
 
 
-def read_checkpoint(
-    path: Path, map_location: Any = "cpu", needs_sum: bool = True
-) -> dict[str, Any]:
+def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Load plain containers and tensors, never code, or raise a `UserError`.
 
     Tensors are views of the file in memory, whose pages all processes of a machine share: copy
     those that you keep.
     """
-    if needs_sum or sum_path(path).exists() or not path.is_file():
-        return read_verified(verify_named(path), map_location)
-    try:
-        return _read(path, map_location, whole=True, needed=NEEDED)
-    except CheckpointError as error:
-        raise _refusal(path, error) from None
+    return read_verified(verify_named(path), map_location)
 
 
 def verify_named(path: Path) -> VerifiedCheckpoint:

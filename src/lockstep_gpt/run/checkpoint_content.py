@@ -4,7 +4,7 @@ import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,3 +220,12 @@ def add_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
             content[key] = SavedShards(tuple(shards))
         else:
             add_shards(content[key], shards)
+
+
+def samples_of(content: Mapping[str, Any]) -> int | None:
+    """Return how many samples a run has trained on, as its only loader has counted them."""
+    state = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    loaders = state.get("combined_loader") or []
+    if len(loaders) != 1 or "samples" not in loaders[0]:
+        return None
+    return int(loaders[0]["samples"])

@@ -25,6 +25,7 @@ from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 from lockstep_gpt.run.checkpoint_sums import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.memory.ending import state_left
+from lockstep_gpt.settings import node_of
 from lockstep_gpt.whole_files import replace_text
 
 # Above this size, a checkpoint counts as intact because it is complete: verifying it would delay
@@ -80,8 +81,8 @@ def resume_command(run: RunDirectory, node_rank: int = 0) -> str:
 def _on_other_machines(run: RunDirectory) -> str:
     """Return where else the command must run, as the end of a phrase."""
     nodes = 1
-    with contextlib.suppress(OSError, UserError, KeyError):
-        nodes = run.values()["trainer"].get("num_nodes", 1)
+    with contextlib.suppress(OSError, UserError):
+        nodes = node_of(run.values(), "trainer").get("num_nodes", 1)
     if nodes > 1:
         return " on all machines, each with its launch.node_rank"
     world_size = os.environ.get("WORLD_SIZE", "1")

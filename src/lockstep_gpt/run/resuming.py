@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Trainer
 
 from lockstep_gpt.damaged_files import absence_of, refuse_misplaced
 from lockstep_gpt.distributed.ranks import (
@@ -274,29 +274,24 @@ def refuse_lost_numbers(where: str, saved: dict[str, Any], module: torch.nn.Modu
         raise UserError(fault)
 
 
-class RefuseUnfit(Callback):
+class RefuseUnfit:
     """Refuses a checkpoint of a run with other settings or code, before anything is restored.
 
-    It is called by what reads checkpoints. List it after callbacks that change the module.
+    It is called by what reads checkpoints.
 
     Args:
         compare: refuses other settings; None: any may differ.
+        module: has whole weights: no ranks share them yet.
     """
 
-    def __init__(self, compare: CompareSettings | None) -> None:
+    def __init__(self, compare: CompareSettings | None, module: torch.nn.Module) -> None:
         self.compare = compare
-        self._module: torch.nn.Module | None = None
-        self._places: dict[str, Any] = {}  # names of weights -> tensors of their whole shapes
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the module's weights before ranks share them."""
-        self._module = pl_module
-        weights = pl_module.state_dict()
-        self._places = {name: weight.to("meta") for name, weight in weights.items()}
+        self._module = module
+        # Names of weights -> tensors of their whole shapes.
+        self._places = {name: weight.to("meta") for name, weight in module.state_dict().items()}
 
     def __call__(self, where: str, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if the checkpoint `where` doesn't fit; every rank must call this."""
-        assert self._module is not None, "a Trainer sets up before it reads"
         refuse_lost_parts(where, checkpoint)
         if self.compare is not None:
             self.compare(where, checkpoint["config"])

@@ -30,7 +30,7 @@ from lockstep_gpt.distributed.ranks import (
     join,
     leave,
 )
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
@@ -169,6 +169,8 @@ class Run:
         Raises:
             UserError: the directory is used by another run.
         """
+        count = Ranks.from_environment().world_size
+        check("WORLD_SIZE", count, count == 1, "makes no run alone; use lockstep.main, or unset it")
         if path is None:
             path = tempfile.mkdtemp(prefix="run-")
             atexit.register(shutil.rmtree, path, ignore_errors=True)
@@ -186,6 +188,11 @@ class Run:
     def has_begun(self) -> bool:
         """Whether the run has trained before: it then has weights of its own."""
         return self.directory.has_begun()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of the ranks has failed since this start."""
+        return self.directory.failed.exists()
 
     def recall(self, name: str) -> Any:
         """Return what the run has decided under this name at an earlier start; None: nothing yet.
@@ -283,9 +290,7 @@ class Run:
             refuse_small_disk(self.path, module, saves_parts)
         if trainer.precision == "64-true":
             module.double()  # the Trainer would only do so after loading a checkpoint's weights
-        unfit = RefuseUnfit(self._compare)
-        unfit.setup(trainer, module, "fit")
-        disk.refuse_unfit = unfit
+        disk.refuse_unfit = RefuseUnfit(self._compare, module)
 
     @property
     def _compare(self) -> CompareSettings | None:
@@ -392,8 +397,12 @@ class Run:
             saved: whether the run's last state is saved.
         """
         trainer = self.trainer
+        # After a failure, such as the loss of a peer, an unusable disk is no second one.
+        is_failed = status == "failed"
+        faults = (OSError, RunError, UserError) if is_failed else ()
         if self._disk is not None:
-            self._disk.wait()  # for all writes
+            with contextlib.suppress(*faults):
+                self._disk.wait()  # for all writes
         if self.ranks.rank > 0:
             return
         if status == "done" and trainer is not None and _has_stopped_early(trainer):
@@ -408,15 +417,11 @@ class Run:
             "saved": saved,
             "wall_seconds": time.perf_counter() - self._started,
         }
-        # After a failure, such as the loss of a peer, an unusable disk is no second one.
-        is_failed = status == "failed"
-        usual = contextlib.nullcontext()
-        tolerant = contextlib.suppress(OSError, UserError) if is_failed else usual
         for callback in _callbacks_of(trainer):
             if isinstance(callback, InSummary):
-                with tolerant:
+                with contextlib.suppress(*faults):
                     summary |= callback.in_summary(summary["step"])
-        with tolerant if is_failed else self.directory.writing():
+        with contextlib.suppress(*faults), self.directory.writing():
             self.directory.write_summary(summary)
         # Without a Trainer, its assembly has failed.
         for tracked in tracked_runs(trainer.loggers if trainer else self._trackers):
@@ -457,7 +462,7 @@ def _has_stopped_early(trainer: Trainer) -> bool:
     if trainer.max_steps >= 0 and trainer.global_step >= trainer.max_steps:
         return False
     epochs = trainer.max_epochs
-    return trainer.max_steps >= 0 and (epochs in (None, -1) or trainer.current_epoch < epochs)
+    return epochs in (None, -1) or trainer.current_epoch < epochs
 
 
 def _results_of(trainer: Trainer) -> str:

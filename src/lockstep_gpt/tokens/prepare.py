@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep_gpt.distributed.waiting import MeetingError
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.settings import as_typed
 from lockstep_gpt.tokens import build, shards
@@ -51,6 +52,10 @@ class Run(Protocol):
     ranks: Any  # a `Place`
     force: bool  # whether it may go on with other tokens
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of its ranks has failed since this start."""
+
     def recall(self, name: str) -> Any:
         """Return what was decided under this name; None: nothing yet."""
 
@@ -80,11 +85,12 @@ def prepare_once(source: Source, run: Run | None) -> Path:
         folder = prepare(replace(source, fingerprint=fingerprint))
         fingerprint = shards.load_index(folder).fingerprint
         run.remember(DECIDED, {"marks": source.marks(), "fingerprint": fingerprint})
-        _refuse_other_corpus(folder, fingerprint, _awaited(source, run))
+        if source.fingerprint is None:
+            _refuse_other_corpus(folder, fingerprint, _awaited(source, run))
         return folder
-    source = replace(source, fingerprint=_awaited(source, run))
+    source = replace(source, fingerprint=source.fingerprint or _awaited(source, run))
     while not folder_of(source).is_dir():
-        time.sleep(POLL_SECONDS)
+        _wait(run)
     return opened(source)
 
 
@@ -131,9 +137,16 @@ def _awaited(source: Source, run: Run) -> str:
     """Return the fingerprint that rank 0 decides for these settings."""
     decided = run.recall(DECIDED)
     while decided is None or decided["marks"] != source.marks():
-        time.sleep(POLL_SECONDS)
+        _wait(run)
         decided = run.recall(DECIDED)
     return str(decided["fingerprint"])
+
+
+def _wait(run: Run) -> None:
+    """Wait a moment for the rank that prepares, which may fail, for example over its settings."""
+    if run.has_failed:
+        raise MeetingError("the rank that prepares the tokens has failed")
+    time.sleep(POLL_SECONDS)
 
 
 def _refuse_other_corpus(folder: Path, fingerprint: str, decided: str) -> None:

@@ -80,6 +80,8 @@ def test_the_state_of_a_step_knows_the_checkpoint_of_that_step(new_run, director
     losses = read_state(older)["callbacks"][checkpoints.state_key]["losses"]
     assert [*losses] == [3]
     size = bytes_of_state(run.module)
-    line = f"  memory     the newest state, every 3 steps; 2 x {size / 1e6:,.1f} MB of each machine's"
+    line = (
+        f"  memory     the newest state, every 3 steps; 2 x {size / 1e6:,.1f} MB of each machine's"
+    )
     assert caplog.text.count(line) == 1
     assert older.size == pytest.approx(size, rel=0.5)

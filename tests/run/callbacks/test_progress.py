@@ -7,7 +7,11 @@ import termios
 from types import SimpleNamespace
 
 import pytest
+from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.progress import Progress
 
 LINE = (
@@ -48,6 +52,36 @@ def test_without_a_terminal_each_logged_step_and_validation_has_a_line(run, capl
 def test_lines_keep_their_distance_but_the_last_step_always_has_one(run, caplog):
     fit(run, Progress(line_seconds=60))
     assert steps(LINE, our_messages(caplog)) == [7]
+
+
+class Plain(BoringModel):
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).sum()
+        self.log("train/loss", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set")
+def test_a_plain_trainer_shows_steps_of_its_epochs_or_without_an_end(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lockstep_gpt")
+    common = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    common |= {"default_root_dir": tmp_path, "enable_progress_bar": False}
+    for arguments in ({"max_epochs": 2, "limit_train_batches": 4}, {"max_steps": 2}):
+        parts = [Metrics(every=2), Progress(line_seconds=0)]
+        Trainer(**common, **arguments, callbacks=parts).fit(Plain())
+    lines = [line.partition("  ")[0] for line in our_messages(caplog) if line[:4] == "step"]
+    assert lines == ["step 2/8", "step 4/8", "step 6/8", "step 8/8", "step 2/2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+def test_without_the_metrics_that_it_shows_it_names_them(tmp_path):
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[Progress()])
+    with pytest.raises(UserError, match=r"Progress needs lockstep\.Metrics among"):
+        trainer.fit(Plain())
 
 
 @contextlib.contextmanager

@@ -352,18 +352,6 @@ def test_what_a_start_of_wandb_imports_has_been_imported_with_its_patches(tmp_pa
     assert int(count) < 20, late
 
 
-def test_a_preparation_runs_before_the_start_and_may_fail(tmp_path, warnings_of):
-    guard = TrackerGuard("mine", 60.0, RunDirectory(tmp_path))
-    events = []
-    guard.prepare(lambda: events.append(threading.current_thread().name))
-    guard.prepare(partial(end, SystemExit(3)))
-    guarded = guard.start(Tracker, Tracker)
-    assert events == ["mine"]
-    guarded.log_metrics({}, 1)
-    assert len(guarded.rows) == 1
-    assert not warnings_of("mine")
-
-
 def test_only_a_first_start_lists_the_installed_packages(tmp_path, monkeypatch):
     def lists_packages(count):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)

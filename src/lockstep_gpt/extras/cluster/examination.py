@@ -240,7 +240,8 @@ class Examination:
                 is_nccl = dist.get_backend() == "nccl"  # only it takes devices
                 dist.barrier(device_ids=[device.index] if is_nccl else None)
 
-        vocab_size = vocabulary(self.config.data) if trains_gpt(self.config) else None
+        has_tokens = trains_gpt(self.config) and "source" in self.config.data
+        vocab_size = vocabulary(self.config.data) if has_tokens else None
         return speed.measure(self.config, device, vocab_size, together)
 
     def _conclude(self, results: list[dict[str, Any]], device: torch.device) -> None:

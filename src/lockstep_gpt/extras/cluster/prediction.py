@@ -144,6 +144,11 @@ def predict(
 
 def vocabulary(data: DictConfig) -> int:
     """Return the number of token ids in `data`; read its corpus only if settings do not say."""
+    if "source" not in data:
+        raise UserError(
+            f"data._target_={data.get('_target_')} has no source that tells how many tokens there "
+            "are; choose another data, such as data=stdlib"
+        )
     node = data.source
     size: int | None = node.get("vocab_size")
     tokenizer = node.get("tokenizer")

@@ -27,7 +27,7 @@ MIXTURES = {"root": "data", "fingerprint": None}
 
 
 def table(meaning: str, decides: str = "nothing") -> dict[str, Any]:
-    """Return what `setting` keeps of one; `past.py` decides what a resume keeps of these."""
+    """Return what `setting` keeps of one; `mixed_order.py` decides what a resume keeps of these."""
     return {"meaning": meaning, "choices": (), "limits": {}, "decides": decides}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.checkpoint_content import samples_of
 from lockstep_gpt.settings import counted
 
 if TYPE_CHECKING:
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
 # What a run goes on from. The rest depends on where it was saved, or says what computed it.
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "means")
-SCALARS = ("global_step", "samples", "tokens")
-SINCE_0_2 = ("means.",)  # a run of an earlier version didn't save them
+SCALARS = ("global_step",)
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -31,6 +31,7 @@ def state_of(path: Path, names: list[str]) -> dict[str, Any]:
     """
     content = read_checkpoint(path)
     kept = {key: content[key] for key in (*COMPARED, *SCALARS) if key in content}
+    kept["samples"] = samples_of(content)
     return {_title(keys, names): value for keys, value in _leaves(kept, ())}
 
 
@@ -57,8 +58,6 @@ def differing_numbers(run: dict[str, Any], replay: dict[str, Any]) -> dict[str, 
     """Return, for each name whose bits differ, how they do."""
     differing = {}
     for name in {**run, **replay}:
-        if name not in run and name.startswith(SINCE_0_2):
-            continue
         fault = _difference(run.get(name), replay.get(name))
         if fault:
             differing[name] = fault

@@ -158,7 +158,7 @@ def _details(comparison: Comparison) -> dict[str, Any]:
 
 def other_arithmetic(run: Recorded, again: Recorded, steps: Steps) -> list[str]:
     """Return in what, besides its settings, a run was computed otherwise than its replay."""
-    if not run.arithmetic:  # of an earlier version
+    if not run.arithmetic:  # damaged, or removed
         return ["no record of its processor"]
     ours = facts_at(again, steps.end)
     is_exact = steps.run.resolved()["batch"].get("exact_micro_size") is not None

@@ -10,6 +10,7 @@ import yaml
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.damaged_files import read_informative_object
 from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.run.checkpoint_content import samples_of
 from lockstep_gpt.run.directory import settled
 from lockstep_gpt.run.loggers.tracking import git_state
 
@@ -95,12 +96,9 @@ def _facts(
 
 
 def _tokens_seen(content: dict[str, Any], model: LanguageModel) -> int | None:
-    """Return how many tokens the run has trained on, as its loader has counted samples."""
-    state = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    loaders = state.get("combined_loader") or []
-    if len(loaders) != 1 or "samples" not in loaders[0]:
-        return None
-    return int(loaders[0]["samples"]) * model.block_size
+    """Return how many tokens the run has trained on."""
+    samples = samples_of(content)
+    return None if samples is None else samples * model.block_size
 
 
 def _validation_loss(content: dict[str, Any]) -> float | None:

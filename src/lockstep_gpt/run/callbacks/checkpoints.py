@@ -86,7 +86,7 @@ class Checkpoints(StepCallback, Checkpoint):
     last_validated: int = field(default=0, init=False)  # step of the last save with a value
     saves: list[Path] = field(default_factory=list, init=False)  # of this process
     newest_value: float = field(default=math.nan, init=False)  # of the metric, for the summary
-    # Of later steps than the first one here: of a model that the run left with `resume_force`.
+    # Of later steps than the one that training starts at here.
     _others: list[Path] = field(default_factory=list, init=False)
     _measured_at: int = field(default=0, init=False)  # step of `newest_value`
     _last_saved: int = field(default=0, init=False)  # step; at first, where training starts
@@ -340,9 +340,8 @@ class Checkpoints(StepCallback, Checkpoint):
             return
         present = from_rank_zero(self._present())
         values = state_dict["losses"]
-        # Earlier versions saved only the losses.
-        self.last_validated = state_dict.get("last_validated", max(values, default=0))
-        if state_dict.get("monitor", "val/loss") != self.monitor:
+        self.last_validated = state_dict["last_validated"]
+        if state_dict["monitor"] != self.monitor:
             values = {}  # of another metric
         if present is not None:
             steps = [*map(files.step_of, present)]

@@ -3,10 +3,10 @@
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from lightning import Callback, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 
@@ -18,11 +18,10 @@ from lockstep_gpt.distributed.ranks import (
 )
 from lockstep_gpt.distributed.restored_states import copy_restored_state
 from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.lightning_patches import state_of
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import without_comparison
-from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
+from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch, only
 from lockstep_gpt.run.callbacks.stopping import GracefulStop
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_room import size_of
@@ -36,7 +35,6 @@ from lockstep_gpt.run.run import Run
 from lockstep_gpt.settings import check, counted, not_a_config
 
 logger = logging.getLogger(__name__)
-Part = TypeVar("Part", bound=Callback)
 
 
 @not_a_config
@@ -113,8 +111,8 @@ class StateInMemory(StepCallback, Checkpoint):
         super().setup(trainer, pl_module, stage)
         if stage != "fit" or not self.keeps_states(trainer):
             return
-        self.checkpoints = _only(Checkpoints, trainer)
-        _only(GracefulStop, trainer)
+        self.checkpoints = only(Checkpoints, trainer, self)
+        only(GracefulStop, trainer, self)
         self._saves_parts = getattr(trainer.strategy, "saves_parts", False)
         self.writer_for(trainer)
         self.prepare(trainer.strategy, bytes_of_state(pl_module))
@@ -313,16 +311,6 @@ def bytes_of_state(module: torch.nn.Module) -> int:
     """Return about how many bytes a state has: weights, and two moments of those that train."""
     trained = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
     return size_of(module.state_dict()) + 2 * trained
-
-
-def _only(kind: type[Part], trainer: Trainer) -> Part:
-    """Return the Trainer's callback of this class, or raise a `UserError`."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, kind):
-            return callback
-    name = f"lockstep.{kind.__name__}"
-    raise UserError(f"StateInMemory needs {name} among the Trainer's callbacks; add it")
 
 
 def kept_state(trainer: Trainer) -> dict[str, Any]:

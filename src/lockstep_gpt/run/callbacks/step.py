@@ -1,9 +1,13 @@
 """Callbacks that run after each optimizer step, and what a callback may add to reports."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from lightning import Callback, LightningModule, Trainer
+
+from lockstep_gpt.errors import UserError
+
+Part = TypeVar("Part")
 
 
 @runtime_checkable
@@ -56,6 +60,22 @@ class StepCallback(Callback, ABC):
     @abstractmethod
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Act after optimizer step `step`; the first one is 1."""
+
+
+def only(kind: type[Part], trainer: Trainer, needed_by: Callback) -> Part:
+    """Return the Trainer's callback of this class, or raise a `UserError`.
+
+    Args:
+        kind: a class of ours.
+        trainer: has it.
+        needed_by: the callback that asks.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, kind):
+            return callback
+    needs = f"{type(needed_by).__name__} needs lockstep.{kind.__name__}"
+    raise UserError(f"{needs} among the Trainer's callbacks; add it")
 
 
 def ends_epoch(trainer: Trainer) -> bool:

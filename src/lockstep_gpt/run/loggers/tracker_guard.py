@@ -79,10 +79,6 @@ class TrackerGuard:
             return None
         return outcome.result()
 
-    def prepare(self, function: Callable[[], None]) -> None:
-        """Let the tracker's thread call `function` before its start; if it fails, so will that."""
-        self._calls.put(partial(_run, Future(), function))
-
     def start(self, kind: Any, make: Callable[[], Logger]) -> Any:
         """Return the logger that `make` builds, guarded; one that does nothing if it can't start.
 
