@@ -93,8 +93,7 @@ def weights_of_run(
             saved[name] = saved[name][: model.block_size]
     if tokenizer is not None and not _encode_alike(tokenizer_of(checkpoint, content), tokenizer):
         raise UserError(
-            f"{where} has another tokenizer than the data; train with its own, as in "
-            f"tokenizer={settled(content['config']).get('tokenizer')}"
+            f"{where} has another tokenizer than the data; set data and tokenizer as in its config"
         )
     return weights_for(model, saved, where), context
 

@@ -304,7 +304,12 @@ def check_tensor_parallel(
     """
     name = "tensor_parallel"
     check_whole(name, parts, at_least=1)
-    check(name, parts, world_size % parts == 0, f"does not divide {counted(world_size, 'rank')}")
+    check(
+        name,
+        parts,
+        world_size % parts == 0,
+        f"does not divide {counted(world_size, 'rank')}; use a divisor",
+    )
     if batch is not None and batch.is_spread:
         rule = f"does not fit batch.spread_over(..., tensor_parallel={batch.tensor_parallel})"
         check(name, parts, parts == batch.tensor_parallel, rule)

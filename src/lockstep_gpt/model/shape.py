@@ -39,7 +39,7 @@ def check_heads(n_head: int, n_embd: int, n_kv_head: int | None = None) -> None:
     """
     if n_kv_head is not None:
         check_whole("model.n_kv_head", n_kv_head, at_least=1)
-        rule = f"does not divide model.n_head={n_head}"
+        rule = f"does not divide model.n_head={n_head}; set a divisor of it"
         check("model.n_kv_head", n_kv_head, n_head % n_kv_head == 0, rule)
     nearest = n_head * max(1, round(n_embd / n_head))
     rule = f"is not divisible by model.n_head={n_head}; nearest: model.n_embd={nearest}"

@@ -28,7 +28,9 @@ def read_frozen(path: Path) -> dict[str, Any]:
     """
     with readable(path):
         if not path.exists():
-            raise UserError(f"{path.parent} is not a run directory: it has no {path.name}")
+            raise UserError(
+                f"{path.parent} is not a run directory: it has no {path.name}; name another"
+            )
         content = path.read_bytes()
     try:
         return _whole_values(content.decode())

@@ -96,7 +96,9 @@ def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
     targets.refuse_mistakes(hydra_job.values_to_freeze(config), {"*": ("*",)})
     if not trains_gpt(config):
         target = config.module.get("_target_")
-        raise UserError(f"plan predicts runs of module=gpt, and this one is of {target}")
+        raise UserError(
+            f"plan predicts runs of module=gpt, and this one is of {target}; set module=gpt"
+        )
     lacking = [name for name in SHAPE if name not in config.model]
     if lacking:
         raise UserError(

@@ -296,7 +296,8 @@ class _Planner:
         devices = min(world_size, self.room.hardware.devices_per_node)
         if world_size % devices:
             raise UserError(
-                f"{world_size} devices are not a whole number of nodes of {devices} each"
+                f"{world_size} devices are not a whole number of nodes of {devices} each; set "
+                "--per-node"
             )
         nodes = world_size // devices
         return batch.spread_over(devices, nodes, tensor_parallel(self.room.config))

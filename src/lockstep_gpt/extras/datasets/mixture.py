@@ -92,7 +92,11 @@ class Mixture(Source):
         weighted = {name for part in (self.weights, *scheduled) for name in part}
         for name in self.names_of_sources():
             if name in self.epochs and name in weighted:
-                _refuse(f"epochs.{name}", self.epochs[name], "and a weight are both set")
+                _refuse(
+                    f"epochs.{name}",
+                    self.epochs[name],
+                    "and a weight are both set; leave one of them out",
+                )
             if name not in self.epochs and name not in weighted:
                 raise UserError(
                     f"data.source.sources.{name} has no share; set +data.source.weights.{name} or "
@@ -101,7 +105,7 @@ class Mixture(Source):
         if not self.weights and scheduled:
             raise UserError(
                 "data.source.schedule changes weights, and data.source.weights has none to begin "
-                "with"
+                "with; set +data.source.weights.NAME"
             )
 
     def names_of_sources(self) -> list[str]:
