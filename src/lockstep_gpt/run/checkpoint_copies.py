@@ -131,7 +131,7 @@ def _refuse_another_run(name: str, saved: Any, run_dir: str | Path) -> None:
     if str(saved) != str(run_dir):
         raise UserError(
             f"{name} is a copy of run_dir={saved}, not of {run_dir}; set "
-            "another checkpoint.copy_to, or download that file, and start a new run with resume=ITS_PATH"
+            "another checkpoint.copy_to, or download it, and start a new run with resume=ITS_PATH"
         )
 
 

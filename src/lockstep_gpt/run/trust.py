@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
@@ -22,7 +23,8 @@ def own_folders() -> list[Path]:
     """Return the folder of the program's YAML files; others may be someone else's."""
     if not HydraConfig.initialized():
         return []
-    sources = HydraConfig.get().runtime.config_sources
+    # Missing if a test has composed the configuration, as projects' own tests do.
+    sources = OmegaConf.select(HydraConfig.get(), "runtime.config_sources", default=None) or ()
     return [Path(source.path) for source in sources if source.provider == "main"]
 
 

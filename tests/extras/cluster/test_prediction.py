@@ -106,7 +106,9 @@ def test_an_impossible_row_has_its_reason(composed):
     plan = predict(composed(), H100, (1, 5, 12))
     assert [row.batch.world_size for row in plan.rows] == [1]
     assert "is not divisible" in plan.refused[5]
-    assert plan.refused[12] == "12 devices are not a whole number of nodes of 8 each"
+    assert plan.refused[12] == (
+        "12 devices are not a whole number of nodes of 8 each; set --per-node"
+    )
 
 
 def test_the_price_counts_every_device(composed):
