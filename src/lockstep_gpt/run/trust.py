@@ -24,7 +24,8 @@ def own_folders() -> list[Path]:
     if not HydraConfig.initialized():
         return []
     # Missing if a test has composed the configuration, as projects' own tests do.
-    sources = OmegaConf.select(HydraConfig.get(), "runtime.config_sources", default=None) or ()
+    config: Any = HydraConfig.get()
+    sources = OmegaConf.select(config, "runtime.config_sources", default=None) or ()
     return [Path(source.path) for source in sources if source.provider == "main"]
 
 
