@@ -79,7 +79,7 @@ class Fills(lightning.Callback):
 
 @pytest.mark.slow
 def test_a_number_takes_all_that_is_left_in_shared_memory(train):
-    assert "memory  the newest state, every 3 steps" in train("size=1m", "memory=3")
+    assert "memory     the newest state, every 3 steps" in train("size=1m", "memory=3")
     assert "off: /dev/shm has no room for" in train("size=100k", "memory=3", "run_dir=other")
 
 

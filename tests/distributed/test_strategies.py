@@ -105,7 +105,7 @@ def test_a_preset_has_each_setting_with_its_default(name):
         (fsdp2, {"reduce_each": "no"}, "=no must be true or false"),
         (fsdp2, {"save_parts": "no"}, "=no must be true or false"),
         (fsdp2, {"tensor_parallel": 0}, "=0 must be at least 1"),
-        (fsdp2, {"tensor_parallel": 3}, "=3 does not divide 2 ranks"),
+        (fsdp2, {"tensor_parallel": 3}, "=3 does not divide 2 ranks; use a divisor"),
         (
             fsdp2,
             {"tensor_parallel": 2, "batch": Batch(8).spread_over(2)},

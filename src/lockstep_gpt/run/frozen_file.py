@@ -28,9 +28,7 @@ def read_frozen(path: Path) -> dict[str, Any]:
     """
     with readable(path):
         if not path.exists():
-            raise UserError(
-                f"{path.parent} is not a run directory: it has no {path.name}; name another"
-            )
+            raise UserError(f"{path.parent} is not a run directory: it has no {path.name}")
         content = path.read_bytes()
     try:
         return _whole_values(content.decode())
