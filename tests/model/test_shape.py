@@ -38,7 +38,7 @@ def test_a_shape_that_cannot_be_is_one_line(kind, line):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"n_kv_head": 3}, "model.n_kv_head=3 does not divide model.n_head=4"),
+        ({"n_kv_head": 3}, "model.n_kv_head=3 does not divide model.n_head=4; set a divisor of it"),
         ({"n_kv_head": 0}, "model.n_kv_head=0 must be at least 1"),
         ({"ngram_rows": -1}, "model.ngram_rows=-1 must be at least 0"),
         ({"ngram_rows": 10**9}, "model.ngram_rows=1000000000 must be at most 100000000"),
