@@ -23,17 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep_gpt.tokens.datamodule import TokenDataModule
-
+from lockstep_gpt.data import Tokens
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.loading.order import RankOrder
 from lockstep_gpt.tokens import prepare as preparing
-from lockstep_gpt.tokens.prepare import opened
 from lockstep_gpt.tokens.recipe import folder_of, recipe_of
 from lockstep_gpt.tokens.shards import FORMAT, Index, Shard, Split, write_index
 from lockstep_gpt.tokens.sources.synthetic import RandomTokens
 
-RANDOM = f"{RandomTokens.__module__}.{RandomTokens.__name__}"
 B, T, VOCABULARY = 16, 1024, 50257
 BATCHES = 200  # in a round
 
@@ -71,9 +68,7 @@ def _options() -> argparse.Namespace:
 
 
 def _data(root: Path, sources: int, tokens: int, weights: str) -> Mixture:
-    settings = {
-        f"s{number}": {"_target_": RANDOM, "tokens": tokens + number} for number in range(sources)
-    }
+    settings = {f"s{number}": RandomTokens(tokens=tokens + number) for number in range(sources)}
     shares = [number + 1 for number in range(sources)]
     if weights == "odd":
         shares = [1.2345678 ** (number + 1) for number in range(sources)]
@@ -124,11 +119,9 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     before = time.perf_counter()
     memory = _memory()
     begun = time.process_time()
-    shape = {"block_size": T, "micro_size": B, "seed": 1}
-    if kind == "single":
-        module: Any = TokenDataModule(opened(single), **shape)
-    else:
-        module = TokenDataModule(opened(mixture), **shape, make_order=mixture.order)
+    source = single if kind == "single" else mixture
+    shape = {"block_size": T, "batch": B, "seed": 1}
+    module: Any = Tokens(source, **shape, root=str(root), fingerprint=source.fingerprint)
     device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
     places: dict[str, Any] = {"global_step": 0, "max_steps": 10**6, "accumulate_grad_batches": 1}
     places["distributed_sampler_kwargs"] = None

@@ -12,7 +12,7 @@ for ((seconds = 0; seconds < 600; seconds++)); do
     if getent ahosts "${endpoint%:*}" > /dev/null; then break; fi
     sleep 1
 done
-if [ -e "$run/config.yaml" ]; then # the overrides are frozen in it, and group choices cannot change
+if [ -e "$run/config.yaml" ]; then # the run's settings are frozen in it; a new pod changes none
     set -- resume=auto
 fi
 exec "${command[@]}" train "$@" "run_dir=$run" "trainer.num_nodes=$nodes" \

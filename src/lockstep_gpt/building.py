@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +55,8 @@ def build(node: Any, **given: Any) -> Any:
     function = imported(target, place)
     accepted = inspect.signature(function).parameters
     takes_any = any(item.kind is item.VAR_KEYWORD for item in accepted.values())
-    arguments = {name: value for name, value in given.items() if takes_any or name in accepted}
+    named = _named_by(function)
+    arguments = {name: value for name, value in given.items() if name in named}
     if not takes_any:
         _refuse_unknown(place, values, accepted)
     _refuse_unknown_inside(place, values)
@@ -72,6 +73,26 @@ def build(node: Any, **given: Any) -> Any:
         if not (is_of_library and type(error).__name__ in WRONG_ARGUMENT):
             raise  # a traceback of the owner's code tells more
         raise UserError(f"{place}: {' '.join(str(error).split())}".lstrip(": ")) from error
+
+
+def _named_by(function: Callable[..., Any]) -> set[str]:
+    """Return the arguments that a function names, or a class, also those of its base classes.
+
+    A class with `**kwargs` passes them on to the next one: Lightning's Trainer takes its arguments
+    through a class derived from it. `DDPStrategy(**kwargs)` passes them to torch, which has none.
+    """
+    constructors: list[Any] = [function]
+    if inspect.isclass(function):
+        constructors = [
+            item["__init__"] for item in map(vars, function.__mro__) if "__init__" in item
+        ]
+    named: set[str] = set()
+    for constructor in constructors:
+        parameters = inspect.signature(constructor).parameters
+        named |= parameters.keys()
+        if not any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
+            break
+    return named
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command(".cli:train", "train a GPT; by default the quickstart", True),
     "prepare": Command(".prepare:main", "tokenize a dataset", True),
-    "evaluate": Command(".evaluate:main", "measure the loss on held-out text", False),
+    "evaluate": Command(".evaluate:main", "measure on held-out data", False),
     "generate": Command(".generate:main", "continue a prompt", False),
     "check": Command(".testing.command:main", "compare runs on 1, 2, 4 ranks", True),
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.

@@ -94,7 +94,7 @@ def of_split(
         target = cfg.module["_target_"]
         raise UserError(f"module._target_={target} is no LightningModule; name a class that is one")
     if isinstance(module, GPTModule):
-        mask_if_configured(cfg, module.model, data.tokenizer)
+        mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
         tell_changes(checkpoint, content)
     weights = content["state_dict"]
     names = [name for name, _ in module.named_parameters() if name in weights]

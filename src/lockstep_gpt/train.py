@@ -63,7 +63,8 @@ def main(cfg: DictConfig, run: lockstep.Run) -> float:
     """Train to the end as one rank; return the metric that a sweep compares."""
     module, data, trainer = build(cfg, run)
     trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
-    run.next_commands = next_commands(run.path, is_gpt=isinstance(module, GPTModule))
+    has_text = isinstance(module, GPTModule) and hasattr(data, "tokenizer")
+    run.next_commands = next_commands(run.path, has_text=has_text)
     return run.finish(trainer, metric=cfg.checkpoint.monitor)
 
 

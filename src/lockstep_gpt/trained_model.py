@@ -116,13 +116,13 @@ def model_of(
     return model.eval(), cfg, tokenizer
 
 
-def mask_if_configured(cfg: DictConfig, model: Any, tokenizer: Tokenizer) -> None:
+def mask_if_configured(cfg: DictConfig, model: Any, tokenizer: Tokenizer | None) -> None:
     """Change a trained model as `callbacks=documents` did in its run.
 
     Args:
         cfg: of the run.
         model: to change.
-        tokenizer: of the run.
+        tokenizer: of the run; None: its data has none, and then no such callback.
 
     Raises:
         UserError: this project has no such callback.
@@ -171,9 +171,9 @@ def tokenizer_of(path: Path, content: dict[str, Any]) -> Tokenizer:
     raise UserError(f"{path} has no tokenizer; use a checkpoint of a run on tokens")
 
 
-def next_commands(run: Path, *, is_gpt: bool) -> list[str]:
-    """Return what one may do with a trained run; only a GPT generates text."""
-    names = ["generate", "evaluate"] if is_gpt else ["evaluate"]
+def next_commands(run: Path, *, has_text: bool) -> list[str]:
+    """Return what one may do with a trained run; only a GPT of text generates some."""
+    names = ["generate", "evaluate"] if has_text else ["evaluate"]
     return [f"{invocation()} {name} {shlex.quote(str(run))}" for name in names]
 
 
