@@ -342,6 +342,10 @@ class Notes:
         self.force = force
         self.has_failed = False
 
+    def check_peers(self):
+        if self.has_failed:
+            raise MeetingError("another rank has failed")
+
     def recall(self, name):
         return json.loads(self.file.read_text())[name] if self.file.exists() else None
 

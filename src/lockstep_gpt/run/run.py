@@ -30,6 +30,7 @@ from lockstep_gpt.distributed.ranks import (
     join,
     leave,
 )
+from lockstep_gpt.distributed.waiting import MeetingError
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
 from lockstep_gpt.run.callbacks.metrics import Metrics
@@ -189,10 +190,10 @@ class Run:
         """Whether the run has trained before: it then has weights of its own."""
         return self.directory.has_begun()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether one of the ranks has failed since this start."""
-        return self.directory.failed.exists()
+    def check_peers(self) -> None:
+        """Raise a `MeetingError` if one of the ranks has failed since this start."""
+        if self.directory.failed.exists():
+            raise MeetingError("another rank has failed")
 
     def recall(self, name: str) -> Any:
         """Return what the run has decided under this name at an earlier start; None: nothing yet.

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep_gpt.distributed.waiting import MeetingError
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.settings import as_typed
 from lockstep_gpt.tokens import build, shards
@@ -52,9 +51,8 @@ class Run(Protocol):
     ranks: Any  # a `Place`
     force: bool  # whether it may go on with other tokens
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether one of its ranks has failed since this start."""
+    def check_peers(self) -> None:
+        """Raise an error if one of its ranks has failed since this start."""
 
     def recall(self, name: str) -> Any:
         """Return what was decided under this name; None: nothing yet."""
@@ -144,8 +142,7 @@ def _awaited(source: Source, run: Run) -> str:
 
 def _wait(run: Run) -> None:
     """Wait a moment for the rank that prepares, which may fail, for example over its settings."""
-    if run.has_failed:
-        raise MeetingError("the rank that prepares the tokens has failed")
+    run.check_peers()
     time.sleep(POLL_SECONDS)
 
 
