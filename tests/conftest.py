@@ -588,19 +588,19 @@ def wait_for_checkpoint(wait_for: Callable[..., Any]) -> Callable[[Path], Any]:
 
 @pytest.fixture
 def processes_of() -> Callable[[Path], list[int]]:
-    """Return the ids of all live processes whose command line contains a path."""
+    """Return the ids of all live processes whose command line contains a path, the newest last."""
 
     def find(path: Path) -> list[int]:
-        pids = []
+        started = {}  # ids of processes begin again at 1 after the largest
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 line = (entry / "cmdline").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if str(path).encode() in line and state != "Z":
-                pids.append(int(entry.name))
-        return pids
+            if str(path).encode() in line and stat[0] != "Z":
+                started[int(entry.name)] = int(stat[19])  # `starttime` of proc(5)
+        return sorted(started, key=lambda pid: (started[pid], pid))
 
     return find
 

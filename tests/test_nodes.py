@@ -207,7 +207,7 @@ def training(nodes, command, wait_for):
 @pytest.mark.slow
 def test_a_killed_rank_brings_both_nodes_back(training, processes_of, kill, wait_for):
     run, _ = training()
-    kill(max(processes_of(run)))
+    kill(processes_of(run)[-1])
     before = steps(run)
     wait_for(lambda: steps(run) > before + 15)
 
@@ -286,7 +286,7 @@ def test_a_machine_without_the_newest_state_gets_it_from_another(
     run, started = training(*MEMORY, "optim=muon", function="apart")
     before = steps(run)
     shutil.rmtree(memory_of(started[0], run))
-    kill(max(processes_of(run)))
+    kill(processes_of(run)[-1])
     log = run / "train.log"
     wait_for(lambda: "kept in memory" in log.read_text())
     wait_for(lambda: steps(run) > before + 15)
