@@ -19,7 +19,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig
 
-from lockstep_gpt.launch import composed as composing
+from lockstep.launch import composed as composing
 from lockstep_gpt.programs import train_program
 
 MOST = 100  # remembered results; more would take time in each garbage collection

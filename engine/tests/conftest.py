@@ -29,8 +29,9 @@ from typing import IO, Any
 import pytest
 from hypothesis import settings
 
-from lockstep_gpt import CONFIGS, processes
-from lockstep_gpt.launch import supervise
+from lockstep import processes
+from lockstep_gpt import CONFIGS
+from lockstep.launch import supervise
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
     processes.end_with_parent(os.getppid())

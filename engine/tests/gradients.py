@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model import functional
+from lockstep import functional
 from lockstep_gpt.modern import ModernGPT
 
 LARGEST_ERROR = 3e-2  # of a right bfloat16 gradient, relative to its norm; here at most 2e-2

@@ -23,22 +23,22 @@ from lightning.pytorch.plugins import MixedPrecision
 from omegaconf import DictConfig, OmegaConf
 
 import lockstep_gpt
-from lockstep_gpt.batch import Batch
+from lockstep.batch import Batch
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.distributed import strategies
+from lockstep.strategies import placing as strategies
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.module import GPTModule
 from lockstep_gpt.optim import adamw, muon
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.schedule import Schedule
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.training.clipping import ClipAndSkip
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.metrics.callback import Metrics
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.schedule import Schedule
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.callbacks.clipping import ClipAndSkip
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 SAVED = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}

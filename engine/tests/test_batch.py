@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lockstep_gpt import batch as tested
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.errors import UserError
+from lockstep import batch as tested
+from lockstep.batch import Batch
+from lockstep.ranks.ranks import Ranks
+from lockstep.errors import UserError
 
 SIZES = st.integers(1, 64)
 
@@ -147,7 +147,7 @@ class Steps(BoringModel):
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    modules = "lockstep_gpt.batch, lockstep_gpt.schedule"
+    modules = "lockstep.batch, lockstep.schedule"
     code = f"import sys, {modules}; exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

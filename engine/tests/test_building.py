@@ -5,7 +5,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 import lockstep
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 
 def test_a_class_gets_what_it_or_a_base_class_names_and_nothing_else():
@@ -27,4 +27,4 @@ def test_what_is_no_node_is_refused(node):
 
 def test_a_class_without_arguments_refuses_any():
     with pytest.raises(UserError, match=r"has no argument depth"):
-        lockstep.build({"_target_": "lockstep_gpt.tokens.packing.Stream", "depth": 3})
+        lockstep.build({"_target_": "lockstep.tokens.packing.Stream", "depth": 3})

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt import CONFIGS, PROGRAM, cli
-from lockstep_gpt.errors import UserError
+from lockstep_gpt import cli
+from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep.errors import UserError
 
 COMMANDS = [name for name in cli.COMMANDS if name[0] != "-"]  # shells call the others
 LIGHT = {  # commands that must work without torch and leave no file: exit status
@@ -38,7 +39,7 @@ GROUPS = {
 # Run each command in a separate folder, as a fork of a process with all of their imports.
 FORKS = """
 import json, os, runpy, sys
-import lockstep_gpt.cli, lockstep_gpt.launch.composed
+import lockstep_gpt.cli, lockstep.launch.composed
 statuses = []
 for folder, arguments in json.loads(sys.argv[1]):
     if pid := os.fork():

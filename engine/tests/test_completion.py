@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt import cli
+from lockstep_gpt import PROGRAM
 
 COMPLETE = """
 eval "$({program} train -sc install=bash)"

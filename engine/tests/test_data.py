@@ -9,14 +9,14 @@ import torch
 
 from lockstep_gpt import data as tested
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.loading.order import RankOrder, Shuffled
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.tokens.shards import FORMAT, Index, open_split, write_index
-from lockstep_gpt.tokens.sources.synthetic import RandomTokens
-from lockstep_gpt.tokens.split_writer import SplitWriter
-from lockstep_gpt.tokens.windows import StreamWindows, read_windows
+from lockstep.errors import UserError
+from lockstep.loading.order import RankOrder, Shuffled
+from lockstep.functional import IGNORE
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.tokens.shards import FORMAT, Index, open_split, write_index
+from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.split_writer import SplitWriter
+from lockstep.tokens.windows import StreamWindows, read_windows
 
 T, B, SEED = 8, 3, 5
 FINGERPRINT = "f" * 64

@@ -6,23 +6,23 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt import cli
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.evaluate import configuration, main
 from lockstep_gpt.measure import of_split
-from lockstep_gpt.run.checkpoint import (
+from lockstep.checkpoints.reading import (
     find_checkpoint,
     read_checkpoint,
     write_checkpoint,
 )
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources.stdlib import StandardLibrary
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.trained_model import load_model
 
 T = 64
-PACKING = "lockstep_gpt.extras.datasets.whole_documents"
+PACKING = "lockstep.mixtures.whole_documents"
 
 
 @pytest.fixture(scope="module")

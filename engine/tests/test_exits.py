@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.exits import (
+from lockstep.errors import RunError, UserError
+from lockstep.exits import (
     Ending,
     Exit,
     after_signal,

@@ -1,9 +1,9 @@
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.generate import main
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

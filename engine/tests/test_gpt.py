@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import lockstep
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model.functional import IGNORE
+from lockstep.functional import IGNORE
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 VOCAB = 100

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep_gpt.model import functional
+from lockstep import functional
 
 pytestmark = pytest.mark.gpu
 ONE = ("trainer=gpu", "trainer.devices=1")

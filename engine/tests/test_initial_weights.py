@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep_gpt.distributed import ranks
-from lockstep_gpt.errors import UserError
+from lockstep.ranks import ranks
+from lockstep.errors import UserError
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.run import checkpoint
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.checkpoints import reading as checkpoint
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 from lockstep_gpt.trained_model import load_model
 
 SHAPE = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}  # as `saved_run` saves

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.errors import UserError, describe_error
-from lockstep_gpt.processes import invocation
-from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
-from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME
-from lockstep_gpt.run.checkpoint_sums import sum_path
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.last_line import resume_command, way_on
+from lockstep.errors import UserError, describe_error
+from lockstep.processes import invocation
+from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
+from lockstep.checkpoints.content import NEEDED_TO_RESUME
+from lockstep.checkpoints.sums import sum_path
+from lockstep.run.directory import RunDirectory
+from lockstep.run.last_line import resume_command, way_on
 
 ENDS = """
 import os, resource, signal, sys, time

@@ -10,10 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.module import GPTModule
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.schedule import Schedule
+from lockstep.metrics.callback import Metrics
+from lockstep.schedule import Schedule
 from lockstep_gpt.trained_model import load_model
 
 CALLBACKS = "lightning.pytorch.callbacks"

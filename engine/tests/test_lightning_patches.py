@@ -9,7 +9,7 @@ import signal
 import lightning
 import pytest
 
-from lockstep_gpt import lightning_patches
+from lockstep.patches import lightning as lightning_patches
 
 
 @pytest.fixture

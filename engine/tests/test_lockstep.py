@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.testing import assert_lockstep
+from lockstep.testing import assert_lockstep
 
 pytestmark = pytest.mark.slow
 

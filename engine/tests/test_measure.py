@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt import cli
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.measure import of_text
-from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.checkpoints.reading import find_checkpoint
+from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.trained_model import load_model
 
 T = 64

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.functional import causal_attention
+from lockstep.errors import UserError
+from lockstep.functional import causal_attention
 from lockstep_gpt.modern import ModernGPT, norm, rotate, rotations
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32}

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from lightning import Callback, Trainer
 
 import lockstep
-from lockstep_gpt.model.functional import IGNORE
+from lockstep.functional import IGNORE
 from lockstep_gpt.module import count_targets
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.training.seeds import leaf_seed
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.callbacks.seeds import leaf_seed
 
 
 class Batches(Callback):

@@ -4,12 +4,12 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
-from lockstep_gpt.errors import UserError
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.errors import UserError
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.optim import adamw, muon
-from lockstep_gpt.training import muon as muon_module
+from lockstep.muon import optimizer as muon_module
 
 SETTINGS = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}

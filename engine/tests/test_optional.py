@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt import PROGRAM, optional
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_of_extra, import_optional, install_command
+from lockstep import optional
+from lockstep_gpt import PROGRAM
+from lockstep.errors import UserError
+from lockstep.optional import import_of_extra, import_optional, install_command
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.run import lock
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run import lock
+from lockstep.run.directory import RunDirectory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 LONG = ("max_steps=99999", "checkpoint.every=2", "run_dir=run")

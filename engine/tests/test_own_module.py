@@ -59,7 +59,7 @@ class Module(lightning.LightningModule):
 
 class Placed(Module):
     def configure_model(self):
-        from lockstep_gpt.distributed.strategies import place
+        from lockstep.strategies.placing import place
 
         place(self.net, self.trainer.strategy)
 

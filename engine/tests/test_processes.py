@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 
-from lockstep_gpt import PROGRAM, processes
+from lockstep import processes
+from lockstep_gpt import PROGRAM
 
 CHILD = """
 import sys, time
-from lockstep_gpt.processes import end_with_parent
+from lockstep.processes import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
@@ -72,7 +73,7 @@ def test_a_process_whose_parent_has_ended_already_ends_at_once():
 def test_exit_handlers_that_hang_do_not_keep_a_process_with_trackers():
     lines = (
         "import atexit, threading",
-        "from lockstep_gpt.processes import end_process, limit_exit",
+        "from lockstep.processes import end_process, limit_exit",
         "atexit.register(threading.Event().wait)",
         "limit_exit(0.2)",
         "end_process(3)",

@@ -4,11 +4,11 @@ import random
 import subprocess
 import sys
 
-from lockstep_gpt import python_patches
+from lockstep.patches import python as python_patches
 
 CODE = """
 import atexit, os, weakref
-from lockstep_gpt import python_patches
+from lockstep.patches import python as python_patches
 
 class Thing:
     pass

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.run.checkpoint import newest_verified
-from lockstep_gpt.stop_signals import REPEAT_SECONDS
+from lockstep.checkpoints.reading import newest_verified
+from lockstep.stop_signals import REPEAT_SECONDS
 
 LIMIT = 240  # seconds
 HANGING = """

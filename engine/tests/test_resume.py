@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory
 
 KILL = """
 import os, signal, lightning

@@ -4,8 +4,8 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt.distributed.fsdp2 import build_fsdp2
-from lockstep_gpt.distributed.strategies import ddp
+from lockstep.strategies.fsdp2 import build_fsdp2
+from lockstep.strategies.placing import ddp
 
 SHARDS = {
     "process_group_backend": "gloo",

@@ -6,10 +6,10 @@ import pytest
 from lightning import LightningDataModule
 
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.sample import Sample, prompt_from
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 SETTINGS = {"prompt": "def f", "length": 20, "temperature": 0.8, "seed": 1337}
 

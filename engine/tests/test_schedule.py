@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
-from lockstep_gpt import schedule as tested
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.schedule import DECAYS, SCALINGS, Schedule, scaled_lr
+from lockstep import schedule as tested
+from lockstep.batch import Batch
+from lockstep.errors import UserError
+from lockstep.schedule import DECAYS, SCALINGS, Schedule, scaled_lr
 
 # Of presets: steps, warmup, and decay; the peak; and a hash of the rates of all steps and 10 more,
 # as version 0.2 had them, by devices, whether `batch.global_size` is fixed, and rule.

@@ -6,10 +6,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed as composing
-from lockstep_gpt.launch import hydra_job, targets
-from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep.errors import UserError
+from lockstep.launch import composed as composing
+from lockstep.launch import hydra_job
+from lockstep.launch import targets
+from lockstep.launch.launch_settings import LaunchSettings
 from lockstep_gpt.programs import train_program
 from lockstep_gpt.train import build
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.stop_signals import REPEAT_SECONDS
+from lockstep.stop_signals import REPEAT_SECONDS
 
 TWO_RANKS = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 # What happens in a run waits for a file, and shows with a file that it waits.
@@ -150,7 +150,7 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_
 PREPARES = """
 import sys, time
 from lockstep_gpt import cli
-from lockstep_gpt.launch import devices
+from lockstep.launch import devices
 def hang(*_):
     open("prepares", "w").close()
     time.sleep(600)
@@ -235,7 +235,7 @@ sys.exit(cli.main(sys.argv[2:]))
 GUARDED = """
 import os, signal, sys, time
 from types import SimpleNamespace
-from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep.callbacks.guards import Guards
 
 pid = os.fork()
 if pid:

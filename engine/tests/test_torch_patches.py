@@ -9,7 +9,7 @@ import inspect
 import torch
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
 
-from lockstep_gpt import torch_patches
+from lockstep.patches import torch as torch_patches
 
 
 def test_gradients_can_arrive_without_hooks():

@@ -3,11 +3,11 @@ import contextlib
 import pytest
 import torch
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest, write_checkpoint
-from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.checkpoints.reading import read_checkpoint, with_newest, write_checkpoint
+from lockstep.checkpoints.content import refuse_broken_weights
+from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.trained_model import load_for_inference, load_model
 
 

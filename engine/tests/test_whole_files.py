@@ -3,8 +3,8 @@ import stat
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.whole_files import replace_text, replacing, write_output
+from lockstep.errors import UserError
+from lockstep.whole_files import replace_text, replacing, write_output
 
 
 def test_a_file_is_replaced_atomically_without_leftovers(tmp_path):

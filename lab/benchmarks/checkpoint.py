@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.writing import CopyingCheckpointIO
 
 
 def main() -> None:

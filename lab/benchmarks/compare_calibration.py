@@ -25,11 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep_gpt.extras.evidence.budget import PAIRS
-from lockstep_gpt.extras.evidence.intervals import interval_of
-from lockstep_gpt.extras.evidence.measures import measure_of
-from lockstep_gpt.extras.evidence.sides import common_seeds, finished_groups
-from lockstep_gpt.extras.evidence.verdicts import BETTER, OPEN, WORSE, Judge
+from lockstep.evidence.budget import PAIRS
+from lockstep.evidence.intervals import interval_of
+from lockstep.evidence.measures import measure_of
+from lockstep.evidence.sides import common_seeds, finished_groups
+from lockstep.evidence.verdicts import BETTER, OPEN, WORSE, Judge
 
 SMOKE = ["experiment=smoke", "max_steps=60", "val_every=60", "trainer=cpu", "trainer.devices=1"]
 QUIET = ["logger=none", "callbacks.sample=null", "checkpoint.every=null"]

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.matrix_products import choose_matrix_products
-from lockstep_gpt.extras.datasets.attention import attention_within
-from lockstep_gpt.extras.datasets.mask import mask
+from lockstep.strategies.matrix_products import choose_matrix_products
+from lockstep.mixtures.attention import attention_within
+from lockstep.mixtures.mask import mask
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model.functional import causal_attention
+from lockstep.functional import causal_attention
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 HEADS, WIDTH, SAMPLES = 4, 128, 4
 SHAPE = {"n_layer": 4, "n_head": HEADS, "n_embd": WIDTH}

@@ -28,11 +28,11 @@ from pathlib import Path
 
 from process_tree import tree, wait_for, words_of
 
-from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
-from lockstep_gpt.run.checkpoint_sums import fault_of
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.metrics_file import STEP
-from lockstep_gpt.testing.results import differences, results_of
+from lockstep.checkpoints.reading import checkpoints_in, step_of
+from lockstep.checkpoints.sums import fault_of
+from lockstep.run.directory import RunDirectory
+from lockstep.metrics.file import STEP
+from lockstep.testing.results import differences, results_of
 
 LIMIT = 600.0  # seconds per run
 STEPS, KEEP = 400, 2

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from benchmark_task import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.distributed.exact_sums import ExactSums
+from lockstep.strategies.exact_sums import ExactSums
 from lockstep_gpt.gpt import GPT
 
 CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K

@@ -27,13 +27,13 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lockstep_gpt.loading.loaders import Batches, Workers
-from lockstep_gpt.loading.order import RankOrder, Shuffled
-from lockstep_gpt.loading.permutation import permute
-from lockstep_gpt.loading.reading import BatchReader
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.sources.synthetic import RandomTokens
-from lockstep_gpt.tokens.windows import StreamWindows
+from lockstep.loading.loaders import Batches, Workers
+from lockstep.loading.order import RankOrder, Shuffled
+from lockstep.loading.permutation import permute
+from lockstep.loading.reading import BatchReader
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.windows import StreamWindows
 
 B, T = 16, 1024
 

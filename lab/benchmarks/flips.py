@@ -27,16 +27,16 @@ from pathlib import Path
 import torch
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.evidence.differences import Comparison, Recorded, compare
-from lockstep_gpt.extras.evidence.flips import flip
-from lockstep_gpt.extras.evidence.replay import NAMES, replay
-from lockstep_gpt.extras.evidence.verify import recorded_of, steps_of
-from lockstep_gpt.run.checkpoint import (
+from lockstep.evidence.differences import Comparison, Recorded, compare
+from lockstep.evidence.flips import flip
+from lockstep.evidence.replay import NAMES, replay
+from lockstep.evidence.verify import recorded_of, steps_of
+from lockstep.checkpoints.reading import (
     checkpoints_in,
     read_checkpoint,
     write_checkpoint,
 )
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory
 
 STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")
@@ -103,7 +103,7 @@ def flipped(
     note = path.with_suffix(".note")
     step = choice.randrange(1, STEPS)
     rank = choice.randrange(2) if kind == "gradient" else 0
-    target = "lockstep_gpt.extras.evidence.flips.FlippedBit"
+    target = "lockstep.evidence.flips.FlippedBit"
     words = [f"_target_={target}", f"note={note}", f"kind={kind}", f"step={step}"]
     words += [f"rank={rank}", f"seed={choice.randrange(10**6)}"]
     overrides = [f"+callbacks.flip.{word}" for word in words]

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from process_tree import LIMIT, processes_in, tree, words_of
 
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.exits import Exit
+from lockstep.run.directory import RunDirectory
 
 SECONDS_LEFT = 10.0  # how long a process may outlive its command
 RANKS = 2

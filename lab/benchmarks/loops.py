@@ -158,7 +158,7 @@ def best(task: Task, config: Any) -> Callable[[], Any]:
     """Return the leanest loop on the model and optimizer of `config`, with all batches ready."""
     from hydra.utils import instantiate
 
-    from lockstep_gpt.building import build
+    from lockstep.building import build
 
     T = task.shape["T"]
     model = build(config.model, vocab_size=task.shape["vocab"]).to(task.device)
@@ -342,8 +342,8 @@ class Pair(Clock):
 
     def between(self, trainer: Any) -> None:
         """Run a burst of raw steps after each of the Trainer's bursts."""
-        from lockstep_gpt.launch.rank import frozen_config
-        from lockstep_gpt.run.directory import RunDirectory
+        from lockstep.launch.rank import frozen_config
+        from lockstep.run.directory import RunDirectory
 
         if self.step is None:
             run = RunDirectory(Path(trainer.default_root_dir))

@@ -41,10 +41,10 @@ from kills import KINDS
 from notes import CLOCK, Note, read_notes
 from process_tree import tree, words_of
 
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.files import SEAL_BYTES
-from lockstep_gpt.testing.results import Results as ResultsOfRun
-from lockstep_gpt.testing.results import differences, results_of
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.files import SEAL_BYTES
+from lockstep.testing.results import Results as ResultsOfRun
+from lockstep.testing.results import differences, results_of
 
 STEPS = 600
 EVERY = 5  # steps between states in memory

@@ -24,12 +24,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.loading.order import RankOrder
-from lockstep_gpt.tokens import prepare as preparing
-from lockstep_gpt.tokens.recipe import folder_of, recipe_of
-from lockstep_gpt.tokens.shards import FORMAT, Index, Shard, Split, write_index
-from lockstep_gpt.tokens.sources.synthetic import RandomTokens
+from lockstep.mixtures.mixture import Mixture
+from lockstep.loading.order import RankOrder
+from lockstep.tokens import prepare as preparing
+from lockstep.tokens.recipe import folder_of, recipe_of
+from lockstep.tokens.shards import FORMAT, Index, Shard, Split, write_index
+from lockstep.tokens.sources.synthetic import RandomTokens
 
 B, T, VOCABULARY = 16, 1024, 50257
 BATCHES = 200  # in a round

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lockstep_gpt.tokens.byte_pairs import PIECE
-from lockstep_gpt.tokens.shards import load_index
+from lockstep.tokens.byte_pairs import PIECE
+from lockstep.tokens.shards import load_index
 
 FILE = 8 << 20  # bytes
 # The system's peak for a child would start at this process's own peak, so the build prints its own.

@@ -30,7 +30,7 @@ from experiment import SETTINGS, load, main
 from matplotlib.figure import Figure
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 FOLDER = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains

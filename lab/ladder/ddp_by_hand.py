@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 
 def ddp_by_hand() -> None:

@@ -25,20 +25,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.building import build
-from lockstep_gpt.distributed.matrix_products import choose_matrix_products
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.flags import each_job
-from lockstep_gpt.loading.order import spread
-from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.processes import end_process
+from lockstep.batch import Batch
+from lockstep.building import build
+from lockstep.strategies.matrix_products import choose_matrix_products
+from lockstep.errors import UserError
+from lockstep.launch.flags import each_job
+from lockstep.loading.order import spread
+from lockstep_gpt.language_model import LanguageModel
+from lockstep.processes import end_process
 from lockstep_gpt.programs import train_program
-from lockstep_gpt.schedule import Schedule, scaled_lr
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import Index, load_index
-from lockstep_gpt.tokens.windows import Batch as Pair
-from lockstep_gpt.tokens.windows import StreamWindows, read_windows
+from lockstep.schedule import Schedule, scaled_lr
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import Index, load_index
+from lockstep.tokens.windows import Batch as Pair
+from lockstep.tokens.windows import StreamWindows, read_windows
 
 # Make the command's runs comparable with the rungs: log each step, validate once at the end.
 # 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.

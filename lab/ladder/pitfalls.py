@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from lockstep_gpt.loading.order import eval_parts
+from lockstep.loading.order import eval_parts
 
 Finding = tuple[str, str]  # symptom and cure, each with measured values
 Tensors = list[torch.Tensor]

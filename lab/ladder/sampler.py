@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep_gpt.loading.order import CHUNK
-from lockstep_gpt.loading.permutation import permute
+from lockstep.loading.order import CHUNK
+from lockstep.loading.permutation import permute
 
 
 class EpochSampler:

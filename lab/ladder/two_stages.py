@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.functional import linear_cross_entropy
-from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.tokens.windows import Batch
+from lockstep.errors import UserError
+from lockstep.functional import linear_cross_entropy
+from lockstep_gpt.language_model import LanguageModel
+from lockstep.tokens.windows import Batch
 
 
 class First(nn.Module):

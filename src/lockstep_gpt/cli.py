@@ -10,24 +10,26 @@ from importlib.util import resolve_name as full_name
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
-from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
-from lockstep_gpt.errors import (
+from lockstep import standard_streams
+from lockstep import stop_signals
+from lockstep_gpt import PROGRAM, VERSION
+from lockstep.errors import (
     ReportedError,
     RunError,
     UserError,
     describe_error,
     refusing_long_names,
 )
-from lockstep_gpt.exits import after_signal
-from lockstep_gpt.optional import has_extra, refuse_absent_extra
-from lockstep_gpt.processes import (
+from lockstep.exits import after_signal
+from lockstep.optional import has_extra, refuse_absent_extra
+from lockstep.processes import (
     end_process,
     name_restored,
     own_process,
     print_error,
     refuse_as_program,
 )
-from lockstep_gpt.stop_signals import Interrupted
+from lockstep.stop_signals import Interrupted
 
 
 class Command(NamedTuple):

@@ -7,17 +7,17 @@ import torch
 from lightning import LightningDataModule
 
 import lockstep
-from lockstep_gpt.loading.loaders import (
+from lockstep.loading.loaders import (
     Joined,
     TrainLoader,
     past_of,
     refuse_other_past,
     samples_of_run,
 )
-from lockstep_gpt.tokens.packing import Packing
-from lockstep_gpt.tokens.prepared import Prepared
-from lockstep_gpt.tokens.sources.source import Source
-from lockstep_gpt.tokens.windows import Batch, Stored, move_to_device
+from lockstep.tokens.packing import Packing
+from lockstep.tokens.prepared import Prepared
+from lockstep.tokens.sources.source import Source
+from lockstep.tokens.windows import Batch, Stored, move_to_device
 
 
 class Tokens(LightningDataModule):
@@ -25,9 +25,9 @@ class Tokens(LightningDataModule):
 
     In a notebook, without a run and a Trainer:
 
-        >>> from lockstep_gpt.tokens.sources.text import Text
+        >>> from lockstep.tokens.sources.text import Text
         >>> data = Tokens(Text(path="corpus.txt"), block_size=64, batch=8, seed=0)
-        >>> from lockstep_gpt.tokens.windows import read_windows
+        >>> from lockstep.tokens.windows import read_windows
         >>> tokens, targets = read_windows(data.windows["val"], range(8))
         >>> tokens.shape
         torch.Size([8, 64])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.tokenizer import GrowingText, printable
+from lockstep.errors import UserError
+from lockstep.tokens.tokenizer import GrowingText, printable
 from lockstep_gpt.trained_model import load_for_inference, parser_of
 
 

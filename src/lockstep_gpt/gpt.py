@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep_gpt.model import functional
-from lockstep_gpt.model.language_model import LanguageModel, recompute_in_backward
-from lockstep_gpt.model.shape import check_switches
-from lockstep_gpt.settings import check_choice
+from lockstep import functional
+from lockstep_gpt.language_model import LanguageModel, recompute_in_backward
+from lockstep_gpt.shape import check_switches
+from lockstep.settings import check_choice
 
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 

@@ -11,14 +11,14 @@ from lightning import LightningDataModule, LightningModule
 from torch import Tensor
 
 import lockstep
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.optional import import_of_extra
-from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
-from lockstep_gpt.run.directory import settled
-from lockstep_gpt.run.weights import set_weights, weights_for
-from lockstep_gpt.settings import as_typed
-from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep.errors import UserError
+from lockstep_gpt.language_model import LanguageModel
+from lockstep.optional import import_of_extra
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.run.directory import settled
+from lockstep.checkpoints.weights import set_weights, weights_for
+from lockstep.settings import as_typed
+from lockstep.tokens.tokenizer import Tokenizer
 from lockstep_gpt.trained_model import tokenizer_of
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.model import functional
-from lockstep_gpt.model.sampling import BROKEN, check_sampling, sample_tokens
-from lockstep_gpt.model.shape import VOCAB_MULTIPLE, check_shape
+from lockstep.errors import RunError, UserError
+from lockstep import functional
+from lockstep_gpt.sampling import BROKEN, check_sampling, sample_tokens
+from lockstep_gpt.shape import VOCAB_MULTIPLE, check_shape
 
 FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep_gpt.model.functional import IGNORE, perplexity
-from lockstep_gpt.model.language_model import LanguageModel
+from lockstep.functional import IGNORE, perplexity
+from lockstep_gpt.language_model import LanguageModel
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, (B, T)
 

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import check_number
-from lockstep_gpt.training.muon import Muon
+from lockstep.errors import UserError
+from lockstep.settings import check_number
+from lockstep.muon.optimizer import Muon
 
 NamedWeights = Iterable[tuple[str, nn.Parameter]]  # as `named_parameters` gives them
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group

@@ -12,15 +12,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import CONFIGS, PROGRAM, processes, stop_signals
-from lockstep_gpt.building import build
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed, targets
-from lockstep_gpt.launch.main import Jobs
-from lockstep_gpt.logs import LEVELS, log_to_stdout
-from lockstep_gpt.settings import check_choice
-from lockstep_gpt.tokens import prepare as tokens
-from lockstep_gpt.tokens.shards import check_block_size, load_index
+from lockstep import processes
+from lockstep import stop_signals
+from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.launch import composed
+from lockstep.launch import targets
+from lockstep.launch.main import Jobs
+from lockstep.logs import LEVELS, log_to_stdout
+from lockstep.settings import check_choice
+from lockstep.tokens import prepare as tokens
+from lockstep.tokens.shards import check_block_size, load_index
 
 HELP = f"""\
 usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]

@@ -1,8 +1,8 @@
 """The programs of this project, which the commands start."""
 
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.launch.main import Program
-from lockstep_gpt.processes import invocation
+from lockstep.launch.main import Program
+from lockstep.processes import invocation
 
 
 def train_program() -> Program:

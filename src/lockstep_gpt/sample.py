@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from lockstep_gpt.distributed.strategies import layout_of
-from lockstep_gpt.model.sampling import check_sampling
-from lockstep_gpt.run.loggers.tracking import tracked_runs
-from lockstep_gpt.settings import check_number, check_switch, check_whole
-from lockstep_gpt.tokens.tokenizer import Tokenizer, printable
-from lockstep_gpt.tokens.windows import read_windows
+from lockstep.strategies.placing import layout_of
+from lockstep_gpt.sampling import check_sampling
+from lockstep.loggers.tracking import tracked_runs
+from lockstep.settings import check_number, check_switch, check_whole
+from lockstep.tokens.tokenizer import Tokenizer, printable
+from lockstep.tokens.windows import read_windows
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
 BROKEN = "the model's logits are infinite or not numbers; use another checkpoint"

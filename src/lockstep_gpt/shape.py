@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lockstep_gpt.settings import check, check_number, check_switch, check_whole
+from lockstep.settings import check, check_number, check_switch, check_whole
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
 MOST_LAYERS = 10_000

@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import CONFIGS, PROGRAM
-from lockstep_gpt.building import build
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_of_extra
-from lockstep_gpt.processes import invocation
-from lockstep_gpt.run import trust
-from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
-from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
-from lockstep_gpt.run.directory import literal, settled
-from lockstep_gpt.run.source_code import changes_since
-from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.optional import import_of_extra
+from lockstep.processes import invocation
+from lockstep.run import trust
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.checkpoints.content import refuse_broken_weights
+from lockstep.run.directory import literal, settled
+from lockstep.run.source_code import changes_since
+from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 
 if TYPE_CHECKING:
-    from lockstep_gpt.model.language_model import LanguageModel
+    from lockstep_gpt.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
 
 OUR_MODULE = "lockstep_gpt.module.GPTModule"
 # A callback that changes the model.
-MASK = "lockstep_gpt.extras.datasets.mask.MaskDocuments"
+MASK = "lockstep.mixtures.mask.MaskDocuments"
 SAMPLES = 32  # of the GPT that `evaluate` measures at a time
 PREFIX = "model."  # Lightning saves the weights of the module's attribute `model` with it
 CODE = ("gpt.py", "modern.py", "model/")  # files and folders that compute a model

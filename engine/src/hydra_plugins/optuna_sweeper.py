@@ -19,9 +19,9 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import check, check_choice
+from lockstep.errors import UserError
+from lockstep.optional import import_optional
+from lockstep.settings import check, check_choice
 
 
 class OptunaSweeper(Sweeper):

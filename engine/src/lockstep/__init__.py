@@ -7,60 +7,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep_gpt.batch import Batch as Batch
-    from lockstep_gpt.building import build as build
-    from lockstep_gpt.building import instantiate_all as instantiate_all
-    from lockstep_gpt.distributed.matrix_products import (
+    from lockstep.batch import Batch as Batch
+    from lockstep.building import build as build
+    from lockstep.building import instantiate_all as instantiate_all
+    from lockstep.strategies.matrix_products import (
         choose_matrix_products as choose_matrix_products,
     )
-    from lockstep_gpt.distributed.ranks import Ranks as Ranks
-    from lockstep_gpt.distributed.strategies import place as place
-    from lockstep_gpt.launch.main import main as main
-    from lockstep_gpt.loading.loaders import eval_loader as eval_loader
-    from lockstep_gpt.loading.loaders import train_loader as train_loader
-    from lockstep_gpt.loading.order import Order as Order
-    from lockstep_gpt.run.callbacks.checkpoints import Checkpoints as Checkpoints
-    from lockstep_gpt.run.callbacks.guards import Guards as Guards
-    from lockstep_gpt.run.callbacks.memory import StateInMemory as StateInMemory
-    from lockstep_gpt.run.callbacks.metrics import Metrics as Metrics
-    from lockstep_gpt.run.callbacks.progress import Progress as Progress
-    from lockstep_gpt.run.callbacks.stopping import GracefulStop as GracefulStop
-    from lockstep_gpt.run.callbacks.validation import ValidateEvery as ValidateEvery
-    from lockstep_gpt.run.means import Mean as Mean
-    from lockstep_gpt.run.run import Run as Run
-    from lockstep_gpt.run.weights import load_weights as load_weights
-    from lockstep_gpt.schedule import Schedule as Schedule
-    from lockstep_gpt.schedule import scaled_lr as scaled_lr
-    from lockstep_gpt.training.clipping import ClipAndSkip as ClipAndSkip
-    from lockstep_gpt.training.counted_targets import CountTargets as CountTargets
-    from lockstep_gpt.training.seeds import MicroBatchSeeds as MicroBatchSeeds
-    from lockstep_gpt.training.step_rate import StepRate as StepRate
+    from lockstep.ranks.ranks import Ranks as Ranks
+    from lockstep.strategies.placing import place as place
+    from lockstep.launch.main import main as main
+    from lockstep.loading.loaders import eval_loader as eval_loader
+    from lockstep.loading.loaders import train_loader as train_loader
+    from lockstep.loading.order import Order as Order
+    from lockstep.checkpoints.callback import Checkpoints as Checkpoints
+    from lockstep.callbacks.guards import Guards as Guards
+    from lockstep.memory.callback import StateInMemory as StateInMemory
+    from lockstep.metrics.callback import Metrics as Metrics
+    from lockstep.callbacks.progress import Progress as Progress
+    from lockstep.callbacks.stopping import GracefulStop as GracefulStop
+    from lockstep.callbacks.validation import ValidateEvery as ValidateEvery
+    from lockstep.metrics.mean import Mean as Mean
+    from lockstep.run.run import Run as Run
+    from lockstep.checkpoints.weights import load_weights as load_weights
+    from lockstep.schedule import Schedule as Schedule
+    from lockstep.schedule import scaled_lr as scaled_lr
+    from lockstep.callbacks.clipping import ClipAndSkip as ClipAndSkip
+    from lockstep.callbacks.counted_targets import CountTargets as CountTargets
+    from lockstep.callbacks.seeds import MicroBatchSeeds as MicroBatchSeeds
+    from lockstep.callbacks.step_rate import StepRate as StepRate
 
 # Imported when first used: a command that only reports a mistake needs neither torch nor Lightning.
 _MODULES = {
-    "lockstep_gpt.batch": ("Batch",),
-    "lockstep_gpt.building": ("build", "instantiate_all"),
-    "lockstep_gpt.distributed.matrix_products": ("choose_matrix_products",),
-    "lockstep_gpt.distributed.ranks": ("Ranks",),
-    "lockstep_gpt.distributed.strategies": ("place",),
-    "lockstep_gpt.launch.main": ("main",),
-    "lockstep_gpt.loading.loaders": ("eval_loader", "train_loader"),
-    "lockstep_gpt.loading.order": ("Order",),
-    "lockstep_gpt.run.callbacks.checkpoints": ("Checkpoints",),
-    "lockstep_gpt.run.callbacks.guards": ("Guards",),
-    "lockstep_gpt.run.callbacks.memory": ("StateInMemory",),
-    "lockstep_gpt.run.callbacks.metrics": ("Metrics",),
-    "lockstep_gpt.run.callbacks.progress": ("Progress",),
-    "lockstep_gpt.run.callbacks.stopping": ("GracefulStop",),
-    "lockstep_gpt.run.callbacks.validation": ("ValidateEvery",),
-    "lockstep_gpt.run.means": ("Mean",),
-    "lockstep_gpt.run.run": ("Run",),
-    "lockstep_gpt.run.weights": ("load_weights",),
-    "lockstep_gpt.schedule": ("Schedule", "scaled_lr"),
-    "lockstep_gpt.training.clipping": ("ClipAndSkip",),
-    "lockstep_gpt.training.counted_targets": ("CountTargets",),
-    "lockstep_gpt.training.seeds": ("MicroBatchSeeds",),
-    "lockstep_gpt.training.step_rate": ("StepRate",),
+    "lockstep.batch": ("Batch",),
+    "lockstep.building": ("build", "instantiate_all"),
+    "lockstep.strategies.matrix_products": ("choose_matrix_products",),
+    "lockstep.ranks.ranks": ("Ranks",),
+    "lockstep.strategies.placing": ("place",),
+    "lockstep.launch.main": ("main",),
+    "lockstep.loading.loaders": ("eval_loader", "train_loader"),
+    "lockstep.loading.order": ("Order",),
+    "lockstep.checkpoints.callback": ("Checkpoints",),
+    "lockstep.callbacks.guards": ("Guards",),
+    "lockstep.memory.callback": ("StateInMemory",),
+    "lockstep.metrics.callback": ("Metrics",),
+    "lockstep.callbacks.progress": ("Progress",),
+    "lockstep.callbacks.stopping": ("GracefulStop",),
+    "lockstep.callbacks.validation": ("ValidateEvery",),
+    "lockstep.metrics.mean": ("Mean",),
+    "lockstep.run.run": ("Run",),
+    "lockstep.checkpoints.weights": ("load_weights",),
+    "lockstep.schedule": ("Schedule", "scaled_lr"),
+    "lockstep.callbacks.clipping": ("ClipAndSkip",),
+    "lockstep.callbacks.counted_targets": ("CountTargets",),
+    "lockstep.callbacks.seeds": ("MicroBatchSeeds",),
+    "lockstep.callbacks.step_rate": ("StepRate",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*sorted(_PLACES)]

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import as_typed, check, check_whole, counted, not_a_config
+from lockstep.errors import UserError
+from lockstep.settings import as_typed, check, check_whole, counted, not_a_config
 
 MOST_THREADS = 4096
 

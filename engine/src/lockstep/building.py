@@ -17,9 +17,9 @@ from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.errors import UserError, describe_error
-from lockstep_gpt.omegaconf_patches import place_of
-from lockstep_gpt.settings import as_typed
+from lockstep.errors import UserError, describe_error
+from lockstep.patches.omegaconf import place_of
+from lockstep.settings import as_typed
 
 LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
 # Names: this module needs neither Lightning nor torch.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError, remedy_of_limit
+from lockstep.errors import UserError, remedy_of_limit
 
 logger = logging.getLogger(__name__)
 

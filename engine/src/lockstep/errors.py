@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lockstep_gpt.exits import Exit
+from lockstep.exits import Exit
 
 MORE_FILES = "raise the limit of open files (ulimit -n)"
 LARGER_FILES = "run: ulimit -f unlimited (or ask who has set the limit of the size of files)"

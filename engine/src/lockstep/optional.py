@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # scripts/dev.py writes this file when it has set up .venv.

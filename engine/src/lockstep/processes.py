@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.python_patches import run_exit_handlers
+from lockstep.exits import Exit
+from lockstep.patches.python import run_exit_handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
 PROGRAM_VARIABLE = "LOCKSTEP_PROGRAM"  # what to type to start the run again

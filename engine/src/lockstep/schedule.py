@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.settings import (
+from lockstep.batch import Batch
+from lockstep.settings import (
     check_choice,
     check_number,
     check_whole,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from omegaconf import MISSING
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 Kind = TypeVar("Kind")
 Decides = Literal["tokens", "place", "nothing"]

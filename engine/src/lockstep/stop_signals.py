@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from lockstep_gpt.exits import after_signal
-from lockstep_gpt.processes import STOP_SIGNALS, is_own_process
+from lockstep.exits import after_signal
+from lockstep.processes import STOP_SIGNALS, is_own_process
 
 REPEAT_SECONDS = 0.3  # less is one Ctrl-C: `timeout -s INT` signals a process and its group
 AT_ONCE = "\nstopping at once, without a save"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
 
 SAMPLES = 960
 STEP = 48  # samples of a step: 1, 2, 3, and 4 ranks share them, with and without accumulation

@@ -5,17 +5,17 @@ import pytest
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.checkpoint import (
+from lockstep.errors import RunError, UserError
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     newest_valid,
     step_of,
 )
-from lockstep_gpt.run.checkpoint_content import WEIGHTS
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.checkpoints.content import WEIGHTS
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 OPTIMIZERS = {

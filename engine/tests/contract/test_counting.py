@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.training.clipping import ClipAndSkip
-from lockstep_gpt.training.counted_targets import CountTargets
+from lockstep.callbacks.clipping import ClipAndSkip
+from lockstep.callbacks.counted_targets import CountTargets
 
 slow = pytest.mark.slow
 IGNORED = -100

@@ -10,12 +10,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep_gpt.loading.loaders import eval_loader, train_loader
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.loading.loaders import eval_loader, train_loader
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.metrics.callback import Metrics
+from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 SAMPLES = 5 * 48  # an epoch has five steps

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.errors import UserError
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 OPTIMIZERS = {
     "Adam": (torch.optim.Adam, {}),

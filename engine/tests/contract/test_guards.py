@@ -8,12 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.callbacks.guards import Guards
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.means import Mean
-from lockstep_gpt.training.replays import Replays
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.errors import RunError, UserError
+from lockstep.callbacks.guards import Guards
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.mean import Mean
+from lockstep.callbacks.replays import Replays
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 SEED = 7
@@ -180,7 +180,7 @@ import sys, time, warnings
 warnings.simplefilter("ignore")
 import lightning, torch
 import lockstep
-from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep.callbacks.guards import Guards
 
 class Own(lightning.LightningModule):
     def __init__(self):

@@ -11,16 +11,16 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.validation import ValidateEvery
-from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.means import Mean
-from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.run.metrics_rows import STEP
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.errors import UserError
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks.validation import ValidateEvery
+from lockstep.checkpoints.reading import checkpoints_in, step_of
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.metrics.mean import Mean
+from lockstep.metrics.file import MetricsFile
+from lockstep.metrics.rows import STEP
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 EVERY = 10

@@ -8,16 +8,16 @@ import threading
 import lightning
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.memory import StateInMemory
-from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory import files
-from lockstep_gpt.run.memory.files import HEADER_BYTES, identity_of, states_in
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.errors import UserError
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.memory.callback import StateInMemory
+from lockstep.callbacks.stopping import GracefulStop
+from lockstep.checkpoints.reading import checkpoints_in, step_of
+from lockstep.run.directory import RunDirectory
+from lockstep.memory import files
+from lockstep.memory.files import HEADER_BYTES, identity_of, states_in
+from lockstep.run.run import Run
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.means import Mean
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.mean import Mean
 
 slow = pytest.mark.slow
 STEPS = 8

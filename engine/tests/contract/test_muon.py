@@ -6,8 +6,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lockstep_gpt.optim import muon
-from lockstep_gpt.training.owned_matrices import OwnedMatrices
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.muon.owned import OwnedMatrices
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 

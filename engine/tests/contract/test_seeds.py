@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 STEPS = 3
 

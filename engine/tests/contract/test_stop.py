@@ -6,11 +6,11 @@ import signal
 import lightning
 import pytest
 
-from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
-from lockstep_gpt.run.checkpoint import checkpoint_path, checkpoints_in, step_of
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.processes import STOP_SIGNALS
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.callbacks.stopping import GracefulStop, Stopped
+from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in, step_of
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 

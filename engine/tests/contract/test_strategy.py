@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lockstep_gpt.distributed.strategies import place
+from lockstep.strategies.placing import place
 
 DOUBLE = {"precision": "64-true"}
 slow = pytest.mark.slow

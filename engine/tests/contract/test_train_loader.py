@@ -9,14 +9,14 @@ import torch
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.loading.loaders import TrainLoader, eval_loader, train_loader
-from lockstep_gpt.loading.order import Shuffled
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.training.seeds import MicroBatchSeeds
+from lockstep.batch import Batch
+from lockstep.errors import UserError
+from lockstep.loading.loaders import TrainLoader, eval_loader, train_loader
+from lockstep.loading.order import Shuffled
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.reading import checkpoints_in, step_of
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 SPREADS = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]  # ranks, accumulation

@@ -6,9 +6,10 @@ import sys
 import pytest
 from torch.distributed import HashStore
 
-from lockstep_gpt.distributed import address, ranks
-from lockstep_gpt.distributed.ranks import Ranks, choose_interfaces
-from lockstep_gpt.errors import UserError
+from lockstep.ranks import address
+from lockstep.ranks import ranks
+from lockstep.ranks.ranks import Ranks, choose_interfaces
+from lockstep.errors import UserError
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep_gpt.distributed.bit_sums import INTEGERS, bit_sum
+from lockstep.strategies.bit_sums import INTEGERS, bit_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])

@@ -4,8 +4,8 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.torch_patches import empty_buckets
+from lockstep.strategies import placing as strategies
+from lockstep.patches.torch import empty_buckets
 
 SETTINGS = {
     "process_group_backend": "gloo",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
-from lockstep_gpt.distributed.ranks import Ranks
+from lockstep.ranks.cluster_environment import RanksEnvironment
+from lockstep.ranks.ranks import Ranks
 
 
 @pytest.mark.parametrize(("rank", "node"), [(0, 0), (3, 0), (4, 1), (7, 1)])

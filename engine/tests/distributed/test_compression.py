@@ -4,8 +4,8 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy as LightningsDDP
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.distributed.strategies import ddp
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.placing import ddp
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ GPUS = torch.cuda.device_count()
 TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 KILL = """
 import os, signal, lightning
-from lockstep_gpt.training import owned_matrices
+from lockstep.muon import owned as owned_matrices
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 class Kill(lightning.Callback):

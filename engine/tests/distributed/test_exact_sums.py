@@ -13,9 +13,9 @@ from lightning import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.batch import Batch, exact_world_sizes, gradient_copies
-from lockstep_gpt.distributed.exact_sums import ExactSums, PairwiseSum, exact_kernels
-from lockstep_gpt.errors import UserError
+from lockstep.batch import Batch, exact_world_sizes, gradient_copies
+from lockstep.strategies.exact_sums import ExactSums, PairwiseSum, exact_kernels
+from lockstep.errors import UserError
 
 
 def tree(values):

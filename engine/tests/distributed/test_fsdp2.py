@@ -7,15 +7,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep_gpt.distributed.sharded_states import share_of
-from lockstep_gpt.run.checkpoint import (
+from lockstep.strategies.sharded_states import share_of
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     newest_valid,
     read_checkpoint,
 )
-from lockstep_gpt.run.checkpoint_content import SavedShards
-from lockstep_gpt.run.checkpoint_room import size_of
-from lockstep_gpt.run.checkpoint_sums import fault_of, files_of
+from lockstep.checkpoints.content import SavedShards
+from lockstep.checkpoints.room import size_of
+from lockstep.checkpoints.sums import fault_of, files_of
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep_gpt.distributed.gathering import gather_stacks
+from lockstep.ranks.gathering import gather_stacks
 
 
 def stack_of(rank, counts, dtype):

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.ddp import DDPStrategy
+from lockstep.strategies import placing as strategies
+from lockstep.strategies.ddp import DDPStrategy
 from lockstep_gpt.gpt import GPT
 
 SETTINGS = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}

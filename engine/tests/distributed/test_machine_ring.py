@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed import machine_ring
-from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError
-from lockstep_gpt.distributed.ranks import Ranks
+from lockstep.ranks import machine_ring
+from lockstep.ranks.machine_ring import MachineRing, NoRoomError
+from lockstep.ranks.ranks import Ranks
 
 
 def ring_of(rank, machines, seconds=60):

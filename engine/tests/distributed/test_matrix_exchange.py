@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.distributed.matrix_exchange import (
+from lockstep.muon.exchange import (
     MatrixExchange,
     plan_rounds,
     rows_of_ranks,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lockstep_gpt.distributed import matrix_products
-from lockstep_gpt.distributed.matrix_products import (
+from lockstep.strategies import matrix_products
+from lockstep.strategies.matrix_products import (
     EXACT_ENOUGH,
     choose_matrix_products,
     product_error,

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.distributed.peaks import PEAKS, peak_of
+from lockstep.ranks.peaks import PEAKS, peak_of
 
 
 @pytest.mark.parametrize(

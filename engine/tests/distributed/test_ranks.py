@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from lockstep_gpt.distributed.ranks import (
+from lockstep.ranks.ranks import (
     Ranks,
     backend_of,
     from_each_rank,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep.checkpoints.reading import read_checkpoint
 
 MUON = (
     "optim=muon",

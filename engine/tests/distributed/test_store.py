@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed import ranks
-from lockstep_gpt.distributed.store import _name_of_start, _wait_for_address
-from lockstep_gpt.distributed.waiting import MeetingError, Waiting
+from lockstep.ranks import ranks
+from lockstep.ranks.store import _name_of_start, _wait_for_address
+from lockstep.ranks.waiting import MeetingError, Waiting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lists open ports")
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
@@ -134,7 +134,7 @@ def test_a_name_may_get_its_address_late(monkeypatch):
 
 
 def test_waiting_ends_with_the_names_of_the_missing_ranks_and_hints_once(capsys, monkeypatch):
-    monkeypatch.setattr("lockstep_gpt.distributed.waiting.HINT_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.ranks.waiting.HINT_SECONDS", 0.0)
     waiting = Waiting(0.05, "what to do")
     end = time.monotonic() + 0.04
     while time.monotonic() < end:

@@ -10,11 +10,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
-from lockstep_gpt.distributed.strategies import auto, ddp, fsdp2
-from lockstep_gpt.errors import UserError
+from lockstep.batch import Batch
+from lockstep.strategies import placing as strategies
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.strategies.placing import auto, ddp, fsdp2
+from lockstep.errors import UserError
 
 EXACT = Batch(global_size=8, exact_micro_size=2, exact_threads=3)
 ONE_MORE = {"gradient_as_bucket_view": "yes", "find_unused_parameters": 1, "static_graph": None}
@@ -87,7 +87,7 @@ def test_a_preset_has_each_setting_with_its_default(name):
     values = {key: preset[key] for key in preset if key not in ("_target_", "defaults")}
     parameters = inspect.signature(getattr(strategies, name)).parameters
     assert values == {key: each.default for key, each in parameters.items() if key != "batch"}
-    assert preset["_target_"] == f"lockstep_gpt.distributed.strategies.{name}"
+    assert preset["_target_"] == f"lockstep.strategies.placing.{name}"
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.tensor_parallel import refuse_unsplittable, split_model
-from lockstep_gpt.distributed.tensor_splits import SPLITS, Split, TensorRanks, split_of
-from lockstep_gpt.errors import UserError
+from lockstep.batch import Batch
+from lockstep.strategies.tensor_parallel import refuse_unsplittable, split_model
+from lockstep.strategies.tensor_splits import SPLITS, Split, TensorRanks, split_of
+from lockstep.errors import UserError
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model.functional import IGNORE, SHORT
+from lockstep.functional import IGNORE, SHORT
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.run.checkpoint_room import size_of
+from lockstep.checkpoints.room import size_of
 
 SPLIT = ("trainer=cpu", "strategy=fsdp2", "strategy.tensor_parallel=2", "verbosity=quiet")
 TWO = (*SPLIT, "trainer.devices=2")

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep_gpt import PROGRAM, cli, extras
+from lockstep_gpt import cli
+from lockstep_gpt import PROGRAM, extras
 
 ROOT = Path(__file__).parents[2]
 # In a project: the page that a newcomer follows. The template's tests run all others; not your own

@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch import callbacks, loggers, profilers
 
 import lockstep
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.targets import REFUSED, refuse_mistakes
+from lockstep.errors import UserError
+from lockstep.launch.targets import REFUSED, refuse_mistakes
 from lockstep_gpt.train import build
 
 FILE = Path(__file__).parents[2] / "docs/lightning.md"

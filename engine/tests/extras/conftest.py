@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.loading.loaders import TrainLoader
-from lockstep_gpt.tokens.packing import Packing
-from lockstep_gpt.tokens.sources.source import Source
+from lockstep.loading.loaders import TrainLoader
+from lockstep.tokens.packing import Packing
+from lockstep.tokens.sources.source import Source
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """

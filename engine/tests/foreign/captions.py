@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lockstep_gpt.loading.loaders import eval_loader, train_loader
+from lockstep.loading.loaders import eval_loader, train_loader
 
 VOCABULARY = 24
 PAD = 0

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep_gpt.loading.loaders import eval_loader, train_loader
+from lockstep.loading.loaders import eval_loader, train_loader
 
 CLASSES = 4
 

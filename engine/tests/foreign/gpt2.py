@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.loading.loaders import eval_loader, train_loader
+from lockstep.loading.loaders import eval_loader, train_loader
 
 VOCABULARY = 32
 LENGTH = 12

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.testing import assert_lockstep
-from lockstep_gpt.testing.results import differences, results_of
+from lockstep.run.directory import RunDirectory
+from lockstep.testing import assert_lockstep
+from lockstep.testing.results import differences, results_of
 
 slow = pytest.mark.slow
 HERE = Path(__file__).parent

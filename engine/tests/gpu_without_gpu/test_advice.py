@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed import ranks
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch import rank
-from lockstep_gpt.launch.hydra_job import HYDRA_FILE
-from lockstep_gpt.run import run
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks import ranks
+from lockstep.exits import Exit
+from lockstep.launch import rank
+from lockstep.launch.hydra_job import HYDRA_FILE
+from lockstep.run import run
+from lockstep.run.directory import RunDirectory
 
 
 def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lockstep_gpt.distributed.ranks import lost_peers
-from lockstep_gpt.run.remedies import explain
+from lockstep.ranks.ranks import lost_peers
+from lockstep.run.remedies import explain
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 REMOTE = (

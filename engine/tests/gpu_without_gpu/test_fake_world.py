@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning import Callback, Trainer
 from torch.futures import Future
 
-from lockstep_gpt.distributed import strategies
+from lockstep.strategies import placing as strategies
 
 pytestmark = pytest.mark.usefixtures("eight")
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}

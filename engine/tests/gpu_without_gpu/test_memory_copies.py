@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from lockstep_gpt.run.memory.copies import DeviceCopies
+from lockstep.memory.copies import DeviceCopies
 
 
 class OnGPU(torch.Tensor):

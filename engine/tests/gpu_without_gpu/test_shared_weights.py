@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.distributed import fsdp2, strategies
+from lockstep.strategies import fsdp2
+from lockstep.strategies import placing as strategies
 from lockstep_gpt.gpt import GPT
 
 # torch hides its own warning; only pytest's filters turn it into an error.

@@ -8,9 +8,9 @@ from lightning import Callback
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.tensor_parallel import refuse_unsplittable
-from lockstep_gpt.errors import UserError
+from lockstep.strategies import placing as strategies
+from lockstep.strategies.tensor_parallel import refuse_unsplittable
+from lockstep.errors import UserError
 from lockstep_gpt.gpt import GPT
 
 # torch hides its own warning; only pytest's filters turn it into an error.

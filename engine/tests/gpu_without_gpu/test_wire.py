@@ -9,7 +9,7 @@ import pytest
 from lightning import Callback
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from lockstep_gpt.distributed import strategies
+from lockstep.strategies import placing as strategies
 
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "gradient_as_bucket_view": True}
 COUNTS = Path("/proc/self/io")

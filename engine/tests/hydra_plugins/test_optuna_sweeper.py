@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed
+from lockstep.errors import UserError
+from lockstep.launch import composed
 from lockstep_gpt.programs import train_program
 
 SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]

@@ -60,7 +60,7 @@ INSIDE = """
 import json
 from parts import attention, gradients, recipe
 from parts.micro_batch import step_of
-from lockstep_gpt.model.functional import causal_attention
+from lockstep.functional import causal_attention
 from lockstep_gpt.gpt import CausalSelfAttention
 
 model = recipe.new_model()

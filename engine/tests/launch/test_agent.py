@@ -8,9 +8,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep_gpt.launch.agent import RankAgent
-from lockstep_gpt.launch.first_signal import FirstSignal
-from lockstep_gpt.launch.shared_stop import SharedStop
+from lockstep.launch.agent import RankAgent
+from lockstep.launch.first_signal import FirstSignal
+from lockstep.launch.shared_stop import SharedStop
 
 
 def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):
@@ -27,7 +27,7 @@ def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system can't tell of an end")
 def test_an_agent_does_not_sleep_while_a_rank_ends(monkeypatch):
     rank = subprocess.Popen(["sleep", "0.2"])
-    monkeypatch.setattr("lockstep_gpt.launch.agent.MONITOR_SECONDS", 3600)
+    monkeypatch.setattr("lockstep.launch.agent.MONITOR_SECONDS", 3600)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: rank.poll())
     assert watching_agent([rank.pid])._monitor_workers(None) == 0
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed import ranks
-from lockstep_gpt.launch import devices, launcher, rank_program, supervise
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks import ranks
+from lockstep.launch import devices
+from lockstep.launch import launcher
+from lockstep.launch import rank_program
+from lockstep.launch import supervise
+from lockstep.run.directory import RunDirectory
 
 PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **PLACE}
@@ -43,7 +46,7 @@ def test_a_launcher_s_ranks_ask_for_nccl(command, monkeypatch, two_gpus, name, a
     ended = []
     monkeypatch.setattr(launcher, "meet", lambda _: store)
     monkeypatch.setattr(launcher, "end_with_launcher", lambda: None)
-    monkeypatch.setattr("lockstep_gpt.launch.start.end_process", ended.append)
+    monkeypatch.setattr("lockstep.launch.start.end_process", ended.append)
     words = (f"trainer={accelerator}", "precision=32-true", "run_dir=run")
     command(*command.smoke(*words), status=1, **LAUNCHERS[name])
     assert two_gpus == ["nccl"]

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed, hydra_job, targets
+from lockstep.errors import UserError
+from lockstep.launch import composed
+from lockstep.launch import hydra_job
+from lockstep.launch import targets
 from lockstep_gpt.programs import train_program
-from lockstep_gpt.run.directory import flat
+from lockstep.run.directory import flat
 
 SECRET = "canary-2f6c"
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")

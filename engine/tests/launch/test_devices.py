@@ -1,9 +1,9 @@
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.devices import Placement, found, gpu_count
-from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep.errors import UserError
+from lockstep.launch import devices
+from lockstep.launch.devices import Placement, found, gpu_count
+from lockstep.launch.launch_settings import LaunchSettings
 
 
 @pytest.fixture

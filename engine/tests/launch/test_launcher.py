@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.errors import ReportedError, RunError, UserError
-from lockstep_gpt.launch import launcher, start
-from lockstep_gpt.launch.start import NewRun
+from lockstep.errors import ReportedError, RunError, UserError
+from lockstep.launch import launcher
+from lockstep.launch import start
+from lockstep.launch.start import NewRun
 
 SKEWED = """
 import os, time
@@ -220,7 +221,7 @@ os.execvpe("sleep", ["sleep", "600"], {"PATH": os.environ["PATH"]})
 LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
 RANK = """
 import os, sys, time
-from lockstep_gpt.launch.launcher import end_with_launcher
+from lockstep.launch.launcher import end_with_launcher
 while len(sys.argv) > 1 and os.getppid() != int(sys.argv[1]):
     time.sleep(0.01)
 end_with_launcher()
@@ -250,7 +251,7 @@ def test_a_rank_whose_launcher_is_there_goes_on(script):
 
 
 def test_the_limit_of_the_meeting_is_the_run_s_setting(monkeypatch):
-    from lockstep_gpt.distributed import store
+    from lockstep.ranks import store
 
     meetings = []
     monkeypatch.setattr(store, "meet", lambda *limits: meetings.append(limits))

@@ -5,20 +5,22 @@ import time
 
 import pytest
 
-from lockstep_gpt.distributed import waiting
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.launch import machines, meeting, start
-from lockstep_gpt.launch.devices import spread_batches
-from lockstep_gpt.launch.machines import rendezvous_parameters
-from lockstep_gpt.launch.placement import Launch, Placement
-from lockstep_gpt.launch.start import NewRun
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks import waiting
+from lockstep.errors import RunError, UserError
+from lockstep.launch import machines
+from lockstep.launch import meeting
+from lockstep.launch import start
+from lockstep.launch.devices import spread_batches
+from lockstep.launch.machines import rendezvous_parameters
+from lockstep.launch.placement import Launch, Placement
+from lockstep.launch.start import NewRun
+from lockstep.run.directory import RunDirectory
 
 VALUES = {
     "max_steps": 3,
     "batch": {"global_size": 8},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"_target_": "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep.tokens.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
     "trainer": {"num_nodes": 2, "devices": 1, "accelerator": "cpu"},
 }

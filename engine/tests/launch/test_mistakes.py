@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import lockstep_gpt
-from lockstep_gpt import CONFIGS, PROGRAM, cli
-from lockstep_gpt.building import build
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import start
+from lockstep_gpt import cli
+from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.launch import start
 
 PACKAGE = Path(lockstep_gpt.__file__).parent
 MODELS, STRATEGIES, LOGGERS, CALLBACKS, EXPERIMENTS = (
@@ -18,7 +19,7 @@ MODELS, STRATEGIES, LOGGERS, CALLBACKS, EXPERIMENTS = (
     for group in ("model", "strategy", "logger", "callbacks", "experiment")
 )
 SAMPLE = "callbacks.sample._target_"
-ORDER = "lockstep_gpt.loading.order"
+ORDER = "lockstep.loading.order"
 
 
 def unknown(name, nearest=None):

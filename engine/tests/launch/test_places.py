@@ -2,10 +2,10 @@
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.devices import Placement, found
-from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep.errors import UserError
+from lockstep.launch import devices
+from lockstep.launch.devices import Placement, found
+from lockstep.launch.launch_settings import LaunchSettings
 
 
 @pytest.fixture

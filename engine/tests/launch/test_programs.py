@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 
-from lockstep_gpt.launch import agent_program, rank_program
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.launch import agent_program
+from lockstep.launch import rank_program
+from lockstep.run.directory import RunDirectory
 
 
 def test_a_command_starts_this_python_on_the_run_and_names_its_parent(tmp_path):
@@ -35,7 +36,7 @@ def test_a_rank_imports_a_script_with_its_neighbors_and_its_workers_find_its_cla
     (tmp_path / "beside.py").write_text("VALUE = ' beside'")
     (tmp_path / "script.py").write_text(SCRIPT)
     call = f"rank_program.imported({str(tmp_path / 'script.py:work')!r})"
-    code = f"from lockstep_gpt.launch import rank_program; print({call}())"
+    code = f"from lockstep.launch import rank_program; print({call}())"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd="/", check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout == "Kept beside\n"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.launch.rank import frozen_config
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks.ranks import Ranks
+from lockstep.launch.rank import frozen_config
+from lockstep.run.directory import RunDirectory
 
 
 @pytest.mark.parametrize("frozen", [{}, {"num_nodes": 1}, {"num_nodes": 3}])

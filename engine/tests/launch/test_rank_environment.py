@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.placement import Launch, Placement
-from lockstep_gpt.launch.supervise import rank_environment
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.launch.placement import Launch, Placement
+from lockstep.launch.supervise import rank_environment
 
 NAMES = (
     "OMP_NUM_THREADS",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import callbacks, loggers, profilers, strategies
 from torch.optim import lr_scheduler
 
-from lockstep_gpt.launch.signatures import Values, signature_of
+from lockstep.launch.signatures import Values, signature_of
 
 pytest.importorskip("transformers")  # some projects lack it
 
@@ -58,8 +58,8 @@ MUST_BE_READ = [
     "lightning.pytorch.strategies.DDPStrategy",
     "lightning.pytorch.strategies.FSDPStrategy",
     "lightning.pytorch.strategies.SingleDeviceStrategy",
-    "lockstep_gpt.run.loggers.wandb_run.WandbRun",
-    "lockstep_gpt.training.muon.Muon",
+    "lockstep.loggers.wandb_run.WandbRun",
+    "lockstep.muon.optimizer.Muon",
     "torch.nn.Conv2d",
     "torch.nn.Linear",
     "torch.nn.Sequential",

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import slurm
-from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep.errors import UserError
+from lockstep.launch import slurm
+from lockstep.launch.launch_settings import LaunchSettings
 
 TASK = {
     "SLURM_JOB_ID": "812",

@@ -9,9 +9,10 @@ import lightning
 import pytest
 from lightning.pytorch import callbacks, loggers, strategies
 
-from lockstep_gpt import CONFIGS, PROGRAM, cli
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.targets import REFUSED, refuse_mistakes
+from lockstep_gpt import cli
+from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep.errors import UserError
+from lockstep.launch.targets import REFUSED, refuse_mistakes
 
 LIGHTNINGS = "lightning.pytorch.callbacks"
 HIDING = {
@@ -49,7 +50,7 @@ def modules(tmp_path, monkeypatch):
         (f"{LIGHTNINGS}.EarlyStoping", f"{LIGHTNINGS} has no EarlyStoping; did you mean Early"),
         (f"{LIGHTNINGS}.timr.Timer", f"{LIGHTNINGS} has no timr; did you mean timer?"),
         ("lightening.Trainer", "there is no module lightening; did you mean lightning?"),
-        ("lockstep_gpt.run.callbacks.progress.Progres", "did you mean Progress?"),
+        ("lockstep.callbacks.progress.Progres", "did you mean Progress?"),
         ("Zzz", "there is no module Zzz; correct it"),
         ("mine.Stop", "mine has no Stop; did you mean Stopp?"),
     ],
@@ -110,7 +111,7 @@ def test_the_command_refuses_a_typo_with_one_line(capsys):
 
 def test_the_check_imports_nothing_that_it_looks_at():
     code = (
-        "import sys; from lockstep_gpt.launch import targets; "
+        "import sys; from lockstep.launch import targets; "
         f"assert targets.mistake_in('{LIGHTNINGS}.EarlyStopping') is None; "
         "assert targets.mistake_in('torch.nn.Linear') is None; "
         f"node = {{'_target_': '{LIGHTNINGS}.EarlyStopping', 'monitor': 'x', 'patience': 3}}; "
@@ -302,8 +303,9 @@ TIMING = """
 import sys, time
 from hydra import compose, initialize_config_dir
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.launch import module_texts, targets
-from lockstep_gpt.launch.hydra_job import values_to_freeze
+from lockstep.launch import module_texts
+from lockstep.launch import targets
+from lockstep.launch.hydra_job import values_to_freeze
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     for name in sys.argv[1:]:
         values = values_to_freeze(compose("train", [f"experiment={name}"]))

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import variables
-from lockstep_gpt.launch.placement import Placement
+from lockstep.errors import UserError
+from lockstep.launch import variables
+from lockstep.launch.placement import Placement
 
 PRESENT = [(1, "lo"), (2, "eth0"), (3, "ib0")]
 

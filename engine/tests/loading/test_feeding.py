@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from lockstep_gpt.loading.feeding import Feed
+from lockstep.loading.feeding import Feed
 
 
 def test_a_feed_loads_one_batch_ahead(wait_for):

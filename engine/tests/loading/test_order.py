@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_gpt.loading.order import CHUNK, RankOrder, Shuffled, eval_parts, spread
+from lockstep.loading.order import CHUNK, RankOrder, Shuffled, eval_parts, spread
 
 FACTORS_OF_24 = [
     (micro, accumulation, 24 // micro // accumulation)

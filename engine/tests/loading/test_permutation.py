@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_gpt.loading import permutation
-from lockstep_gpt.loading.permutation import permute
+from lockstep.loading import permutation
+from lockstep.loading.permutation import permute
 
 SEEDS = st.integers(0, 2**64)
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt.model import functional
-from lockstep_gpt.model.functional import (
+from lockstep import functional
+from lockstep.functional import (
     IGNORE,
     SHORT,
     causal_attention,

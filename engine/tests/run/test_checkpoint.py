@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run import checkpoint
-from lockstep_gpt.run.checkpoint import (
+from lockstep.errors import RunError, UserError
+from lockstep.checkpoints import reading as checkpoint
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     find_checkpoint,
@@ -24,10 +24,10 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, SavedShards, joined
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint_sums import fault_of, sum_path
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.checkpoints.content import NEEDED_TO_RESUME, SavedShards, joined
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.sums import fault_of, sum_path
+from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.trained_model import load_model
 
 CONFIG = {"max_steps": 10}

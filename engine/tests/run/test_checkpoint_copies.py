@@ -5,16 +5,16 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import checkpoint_copies as remote
-from lockstep_gpt.run import checkpoint_downloads
-from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
-from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
-from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.frozen_file import frozen_text
-from lockstep_gpt.run.kept import refuse_other_experiment
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.errors import UserError
+from lockstep.checkpoints import copies as remote
+from lockstep.checkpoints import downloads as checkpoint_downloads
+from lockstep.checkpoints.reading import checkpoint_path, read_checkpoint
+from lockstep.checkpoints.copies import copies_of, fetch, fetch_newest
+from lockstep.checkpoints.writing import CopyingCheckpointIO, checkpoint_io
+from lockstep.run.directory import RunDirectory
+from lockstep.run.frozen_file import frozen_text
+from lockstep.run.kept import refuse_other_experiment
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer().to_dict()
 

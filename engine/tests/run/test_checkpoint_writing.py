@@ -3,11 +3,11 @@ import threading
 import pytest
 import torch
 
-from lockstep_gpt.errors import RunError
-from lockstep_gpt.run.checkpoint import checkpoints_in
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint_sums import fault_of
-from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
+from lockstep.errors import RunError
+from lockstep.checkpoints.reading import checkpoints_in
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.sums import fault_of
+from lockstep.checkpoints.writing import CopyingCheckpointIO
 
 
 def test_writing_in_the_background_leaves_the_same_files(new_run, tmp_path):

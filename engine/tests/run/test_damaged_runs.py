@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint_sums import sum_path
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.sums import sum_path
+from lockstep.run.directory import RunDirectory
 
 RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 LONGER = (*RESUME, "max_steps=22")

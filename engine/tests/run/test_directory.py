@@ -5,17 +5,17 @@ import multiprocessing
 import pytest
 import yaml
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run import directory as run_directory
-from lockstep_gpt.run.directory import RunDirectory, differences
-from lockstep_gpt.run.frozen_file import frozen_text
+from lockstep.errors import RunError, UserError
+from lockstep.run import directory as run_directory
+from lockstep.run.directory import RunDirectory, differences
+from lockstep.run.frozen_file import frozen_text
 
 VALUES = {
     "max_steps": 10,
     "run_name": "größer",
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"_target_": "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep.tokens.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw", "lr": 1e-8},
 }
 
@@ -36,7 +36,7 @@ def test_another_machine_never_reads_half_of_it(run, monkeypatch):
         assert not run.config.exists()
         return frozen_text(values)
 
-    monkeypatch.setattr("lockstep_gpt.run.directory.frozen_text", written)
+    monkeypatch.setattr("lockstep.run.directory.frozen_text", written)
     run.create(VALUES)
     assert run.values() == VALUES
     assert {path.name for path in run.path.iterdir()} == {".token", "config.yaml"}

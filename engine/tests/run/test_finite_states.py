@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from lightning import Callback
 from torch import nn
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.errors import RunError
-from lockstep_gpt.run.callbacks.memory import StateInMemory
-from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.finite_states import first_broken, own_part
-from lockstep_gpt.run.memory import files
-from lockstep_gpt.run.memory.files import identity_of, states_in
-from lockstep_gpt.run.run import Run
+from lockstep import stop_signals
+from lockstep.strategies import placing as strategies
+from lockstep.errors import RunError
+from lockstep.memory.callback import StateInMemory
+from lockstep.callbacks.stopping import GracefulStop
+from lockstep.checkpoints.reading import checkpoints_in, newest_valid, step_of
+from lockstep.run.directory import RunDirectory
+from lockstep.checkpoints.finite_states import first_broken, own_part
+from lockstep.memory import files
+from lockstep.memory.files import identity_of, states_in
+from lockstep.run.run import Run
 
 BROKEN = [float("nan"), float("inf"), float("-inf")]
 DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}

@@ -1,7 +1,7 @@
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.kept import refuse_other_experiment
+from lockstep.errors import UserError
+from lockstep.run.kept import refuse_other_experiment
 
 KEPT = ("seed", "model", "batch.global_size", "data.fingerprint", "callbacks.documents._target_")
 VALUES = {

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import lock
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.errors import UserError
+from lockstep.run import lock
+from lockstep.run.directory import RunDirectory
 
 RANK = """
 import sys, time
 from pathlib import Path
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory
 with RunDirectory(Path(sys.argv[1])).lock.of_rank(int(sys.argv[2])):
     print("locked", flush=True)
     time.sleep(600)

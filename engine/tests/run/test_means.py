@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of, replace_mean
+from lockstep.functional import IGNORE
+from lockstep.metrics.mean import Mean, entries_of_ranks, means_of, replace_mean
 
 
 def uneven_batches():

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep.metrics.file import MetricsFile
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 

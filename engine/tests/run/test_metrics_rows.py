@@ -1,7 +1,7 @@
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.metrics_rows import read_metrics
+from lockstep.errors import UserError
+from lockstep.metrics.rows import read_metrics
 
 HEADER = "trainer/step,train/loss,my/text"
 ROWS = ("5,4.5,a", "10,,", '15,nan,"b, c"')

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from lockstep_gpt.run.checkpoint import write_checkpoint
+from lockstep.checkpoints.reading import write_checkpoint
 
 READERS = [("generate", "run", "--length", "3"), ("evaluate", "run")]  # of a model
 RESUME = ("train", "run_dir=run", "resume=auto", "max_steps=22")

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from lockstep_gpt.run import remedies
-from lockstep_gpt.run.remedies import explain, explain_death
+from lockstep.run import remedies
+from lockstep.run.remedies import explain, explain_death
 
 BREAKER = """
 import os, signal

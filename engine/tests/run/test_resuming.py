@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
-from lockstep_gpt.distributed.restored_states import copy_restored_state
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import checkpoint_sums
-from lockstep_gpt.run.checkpoint import (
+from lockstep.strategies import placing as strategies
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.strategies.restored_states import copy_restored_state
+from lockstep.errors import UserError
+from lockstep.checkpoints import sums as checkpoint_sums
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     find_verified,
     read_verified,
     write_checkpoint,
 )
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint_sums import sum_path, verify
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.resuming import (
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.sums import sum_path, verify
+from lockstep.run.directory import RunDirectory
+from lockstep.run.resuming import (
     refuse_lost_numbers,
     refuse_other_directory,
     state_to_resume,

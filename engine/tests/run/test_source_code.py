@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lockstep_gpt.cli import main
-from lockstep_gpt.run import source_code
-from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
-from lockstep_gpt.run.checkpoint import checkpoint_path, find_checkpoint
+from lockstep.run import source_code
+from lockstep.callbacks.arithmetic import Arithmetic
+from lockstep.checkpoints.reading import checkpoint_path, find_checkpoint
 from lockstep_gpt.trained_model import load_model
 
 

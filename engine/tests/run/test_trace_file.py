@@ -1,8 +1,8 @@
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.trace_file import (
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.metrics.trace_file import (
     FIXED,
     TraceFile,
     TraceRow,

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.run import trust
+from lockstep.run import trust
 
 WATCHED = """
 import pathlib, lightning
@@ -36,7 +36,7 @@ def foreign_settings(values):
     "target",
     [
         "lockstep_gpt.sample.Sample",
-        "lockstep_gpt.distributed.strategies.ddp",
+        "lockstep.strategies.placing.ddp",
         "lightning.pytorch.Trainer",
         "lightning.pytorch.callbacks.EarlyStopping",
         "lightning.pytorch.loggers.CSVLogger",
@@ -52,7 +52,7 @@ def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
         {"_target_": "killer.Kill"},
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": "torch.serialization.os.system"},
-        {"_target_": "lockstep_gpt.launch.start.subprocess.Popen"},
+        {"_target_": "lockstep.launch.start.subprocess.Popen"},
         {"_target_": "lockstep_gpt.cli.main"},
         {"_target_": "lightning.pytorch.callbacks.timer.time.sleep"},
         {"_target_": "torch.distributed.elastic.multiprocessing.SubprocessHandler"},
@@ -75,9 +75,9 @@ def test_other_code_and_references_need_permission(node):
 
 
 def test_a_class_that_a_file_in_configs_names_needs_no_permission(tmp_path):
-    run = {"callbacks": {"mine": {"_target_": "lockstep_gpt.run.callbacks.norm.Norm"}}}
+    run = {"callbacks": {"mine": {"_target_": "lockstep.run.callbacks.norm.Norm"}}}
     assert foreign_settings(run)
-    lines = "mine:\n  _target_: lockstep_gpt.run.callbacks.norm.Norm\n"
+    lines = "mine:\n  _target_: lockstep.run.callbacks.norm.Norm\n"
     (tmp_path / "norm.yaml").write_text(lines)
     assert not trust.foreign_settings(run, [tmp_path])
 
@@ -139,7 +139,7 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     (command.folder / "corpus.txt").write_text("some text to learn from. " * 400)
     config = command.folder / "run/config.yaml"
     values = yaml.safe_load(config.read_text())
-    target = "lockstep_gpt.tokens.sources.text.Text"
+    target = "lockstep.tokens.sources.text.Text"
     values["data"]["source"] = {"_target_": target, "path": "${oc.env:WHERE}"}
     values["data"]["root"] = "prepared"
     config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))

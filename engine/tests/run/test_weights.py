@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
+from lockstep.errors import UserError
+from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
 
 
 class Owners(nn.Module):

@@ -386,9 +386,9 @@ def test_all_tests_are_announced_with_the_time_they_took_before(project):
 
 CHANGES = {
     "src/lockstep_gpt/gpt.py": {"tests/test_gpt.py"},  # the mirror
-    "src/lockstep_gpt/model/shape.py": {"tests/model/test_shape.py"},
+    "src/lockstep_gpt/shape.py": {"tests/model/test_shape.py"},
     "src/lockstep/__init__.py": {"tests/test_lockstep.py"},
-    "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # any importer
+    "engine/src/lockstep/launch.py": {"tests/test_who.py"},  # any importer
     "tests/model/test_shape.py": {"tests/model/test_shape.py"},
     "tests/model/conftest.py": {"tests/model"},
     "docs/page.md": {"tests/docs/test_pages.py", "-k", "not of_a_page or docs/page.md"},

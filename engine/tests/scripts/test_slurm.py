@@ -220,7 +220,7 @@ def ranks_of(run):
             words = (entry / "cmdline").read_text().replace("\0", " ").split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if "lockstep_gpt.launch.rank_program" in words and str(run) in words:
+        if "lockstep.launch.rank_program" in words and str(run) in words:
             pids.append(int(entry.name))
     return pids
 

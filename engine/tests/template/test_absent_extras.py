@@ -60,7 +60,7 @@ def text_of(name: str) -> str:
 
 
 def test_an_extra_s_file_is_in_one_of_its_four_places():
-    assert owner("src/lockstep_gpt/extras/datasets/mixture.py") == "datasets"
+    assert owner("engine/src/lockstep/mixtures/mixture.py") == "datasets"
     assert owner("configs/data/mixture.yaml") == "datasets"
     assert owner("docs/cluster.md") == "cluster"
     assert owner("tests/extras/hub/test_runs.py") == "hub"

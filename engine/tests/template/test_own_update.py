@@ -168,7 +168,7 @@ def test_a_conflict_without_markers_says_what_happened(project, upstream, update
     (project / "src/my_gpt/generate.py").unlink()
     committed(project)
     edit(upstream / "src/lockstep_gpt/generate.py", before=FIRST)
-    loggers = upstream / "src/lockstep_gpt/run/loggers"
+    loggers = upstream / "engine/src/lockstep/run/loggers"
     loggers.rename(loggers.with_name("trackers"))
     committed(upstream)
     output = update(project, status=1)

@@ -253,9 +253,9 @@ def test_a_use_is_an_import_anywhere_or_a_string_that_names_a_module(source, use
 
 
 def test_a_use_of_the_own_layer_or_of_one_below_is_not_upward():
-    downward = {f"{PACKAGE}.training.train": "from lockstep_gpt.loading import order\n"}
+    downward = {f"{PACKAGE}.training.train": "from lockstep.loading import order\n"}
     assert upward(SYNTHETIC | downward) == []
-    beside = {f"{PACKAGE}.loading.windows": "from lockstep_gpt.loading import order\n"}
+    beside = {f"{PACKAGE}.loading.windows": "from lockstep.loading import order\n"}
     assert upward(SYNTHETIC | beside) == []
 
 
@@ -284,7 +284,7 @@ def test_two_modules_that_use_each_other_are_a_circle():
     assert circle({name: uses_at_start(name, late) for name in late}) == []
     early = {
         one: "try:\n    from lockstep_gpt.training import train\nfinally:\n    pass\n",
-        two: "class Order:\n    from lockstep_gpt.loading import order\n",
+        two: "class Order:\n    from lockstep.loading import order\n",
     }
     assert {*circle({name: uses_at_start(name, early) for name in early})} == {one, two}
 
@@ -510,7 +510,7 @@ def test_a_private_name_of_others_is_found_however_it_is_used(line, name):
     [
         "def _own(): ...\nmodule._own()",
         "class A:\n    def f(self):\n        self._own = 1\n        return self._own",
-        "_own = 1\nfrom lockstep_gpt.settings import _own",
+        "_own = 1\nfrom lockstep.settings import _own",
         'settings["_target_"]',
         'f"{task}_stderr"',
         'name.removesuffix("_ATTENTION")',

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.testing import assert_lockstep, experiment
-from lockstep_gpt.testing.assertion import completed
-from lockstep_gpt.testing.experiment import command_of, joined
+from lockstep.errors import UserError
+from lockstep.testing import experiment
+from lockstep.testing import assert_lockstep
+from lockstep.testing.assertion import completed
+from lockstep.testing.experiment import command_of, joined
 
 PACKAGE = assert_lockstep.__module__.partition(".")[0]
 EXACT = "batch.exact_micro_size=2"

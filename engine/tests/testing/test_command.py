@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.testing import command as check_command
+from lockstep.testing import command as check_command
 
 SHORT = ["val_tokens=512", "callbacks=[]", "model.n_layer=1"]
 

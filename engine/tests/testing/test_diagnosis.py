@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lockstep_gpt.testing.diagnosis import diagnose, metric_finding, read_recording
+from lockstep.testing.diagnosis import diagnose, metric_finding, read_recording
 
 SEEDED, USED, OTHER = "seeded", "used", "other"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.testing.recording import probe, random_states, samples_of
+from lockstep.testing.recording import probe, random_states, samples_of
 
 ROWS = torch.arange(12.0).view(4, 3)
 LABELS = torch.tensor([0, 1, 2, 3])

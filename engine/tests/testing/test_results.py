@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.testing.results import (
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.testing.results import (
     Results,
     differences,
     first_of,

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lockstep_gpt.tokens.shards import FORMAT, Index, write_index
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep.tokens.shards import FORMAT, Index, write_index
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.split_writer import SplitWriter
 
 
 @pytest.fixture

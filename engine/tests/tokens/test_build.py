@@ -12,29 +12,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.tokens.build import cut_to_index
-from lockstep_gpt.tokens.byte_pairs import BytePairTokenizer
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import (
+from lockstep.errors import RunError, UserError
+from lockstep.tokens.build import cut_to_index
+from lockstep.tokens.byte_pairs import BytePairTokenizer
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import (
     Split,
     check_content,
     check_sizes,
     load_index,
     open_split,
 )
-from lockstep_gpt.tokens.sources import file_documents as module
-from lockstep_gpt.tokens.sources.synthetic import RandomTokens
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.split_writer import SplitWriter
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.tokens.sources import file_documents as module
+from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.split_writer import SplitWriter
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 
 PREPARE = """
 import sys
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.sources.synthetic import *
-from lockstep_gpt.tokens.sources.text import *
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.sources.synthetic import *
+from lockstep.tokens.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
 """
@@ -84,7 +84,7 @@ def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
 def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
     learnt = []
     monkeypatch.setattr(
-        "lockstep_gpt.tokens.tokenizer_choice.make_tokenizer",
+        "lockstep.tokens.tokenizer_choice.make_tokenizer",
         lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
     )
     for number in range(80):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.tokens import byte_pairs as module
-from lockstep_gpt.tokens.tokenizer import END_OF_TEXT
-from lockstep_gpt.tokens.tokenizer_choice import make_tokenizer
+from lockstep.tokens import byte_pairs as module
+from lockstep.tokens.tokenizer import END_OF_TEXT
+from lockstep.tokens.tokenizer_choice import make_tokenizer
 
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 WORDS = [
@@ -46,7 +46,7 @@ def test_decode_of_bpe_shows_ends(bpe):
 
 
 def test_bpe_is_the_same_in_any_process(bpe):
-    code = f"""from lockstep_gpt.tokens.tokenizer_choice import make_tokenizer
+    code = f"""from lockstep.tokens.tokenizer_choice import make_tokenizer
 print(make_tokenizer("bpe", 400, {TEXTS!r}).to_dict()["json"], end="")"""
     environment = {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)

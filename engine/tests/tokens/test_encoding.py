@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from lockstep_gpt.tokens import encoding
-from lockstep_gpt.tokens.prepare import prepare
+from lockstep.tokens import encoding
+from lockstep.tokens.prepare import prepare
 
 
 def content(folder):
@@ -29,7 +29,7 @@ def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tok
 POOL = """
 import resource, signal, sys
 from pathlib import Path
-from lockstep_gpt.tokens import encoding
+from lockstep.tokens import encoding
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # semaphores are files in memory
 encoding._make_pool(2, Path())

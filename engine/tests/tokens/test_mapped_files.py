@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep_gpt.tokens.mapped_files import map_files
-from lockstep_gpt.tokens.shards import (
+from lockstep.tokens.mapped_files import map_files
+from lockstep.tokens.shards import (
     FORMAT,
     Index,
     Split,
@@ -15,9 +15,9 @@ from lockstep_gpt.tokens.shards import (
     open_split,
     write_index,
 )
-from lockstep_gpt.tokens.split_writer import SplitWriter
-from lockstep_gpt.tokens.tokenizer import token_dtype
-from lockstep_gpt.tokens.windows import StreamWindows
+from lockstep.tokens.split_writer import SplitWriter
+from lockstep.tokens.tokenizer import token_dtype
+from lockstep.tokens.windows import StreamWindows
 
 LIMIT = 65_536  # bytes of a file
 

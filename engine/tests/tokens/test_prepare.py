@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.distributed.waiting import MeetingError
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens import build as build_module
-from lockstep_gpt.tokens import prepare as prepare_module
-from lockstep_gpt.tokens.prepare import prepare, prepare_once
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources.source import split_of_name
-from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.ranks.ranks import Ranks
+from lockstep.ranks.waiting import MeetingError
+from lockstep.errors import UserError
+from lockstep.tokens import build as build_module
+from lockstep.tokens import prepare as prepare_module
+from lockstep.tokens.prepare import prepare, prepare_once
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources.source import split_of_name
+from lockstep.tokens.sources.stdlib import StandardLibrary
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 
 PREPARE = """
 import sys
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.sources.text import *
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
 """

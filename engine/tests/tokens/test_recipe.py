@@ -11,11 +11,11 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.recipe import FORMER, _digest, recipe_of
-from lockstep_gpt.tokens.shards import INDEX, load_index
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.recipe import FORMER, _digest, recipe_of
+from lockstep.tokens.shards import INDEX, load_index
+from lockstep.tokens.sources.text import Text
 
 FILES = {
     "a.txt": "some text\n",

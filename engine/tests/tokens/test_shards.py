@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sealed_json import read_sealed, write_sealed
-from lockstep_gpt.tokens.shards import (
+from lockstep.errors import UserError
+from lockstep.tokens.sealed_json import read_sealed, write_sealed
+from lockstep.tokens.shards import (
     FORMAT,
     Index,
     Shard,
@@ -20,9 +20,9 @@ from lockstep_gpt.tokens.shards import (
     open_split,
     write_index,
 )
-from lockstep_gpt.tokens.split_writer import SplitWriter
-from lockstep_gpt.tokens.tokenizer import token_dtype
-from lockstep_gpt.tokens.windows import StreamWindows
+from lockstep.tokens.split_writer import SplitWriter
+from lockstep.tokens.tokenizer import token_dtype
+from lockstep.tokens.windows import StreamWindows
 
 LIMIT = 65_536  # number of different two-byte tokens
 

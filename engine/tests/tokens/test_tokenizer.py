@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.tokenizer import (
+from lockstep.errors import UserError
+from lockstep.tokens.tokenizer import (
     ByteTokenizer,
     GrowingText,
     NumberTokenizer,

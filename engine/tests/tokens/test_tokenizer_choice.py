@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens import rank_files, tokenizer_files
-from lockstep_gpt.tokens.byte_pairs import byte_characters, learn
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict, identity, make_tokenizer
+from lockstep.errors import UserError
+from lockstep.tokens import rank_files
+from lockstep.tokens import tokenizer_files
+from lockstep.tokens.byte_pairs import byte_characters, learn
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict, identity, make_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
@@ -33,7 +34,7 @@ import numpy as np
 
 
 class Characters:
-    kind = "lockstep_gpt.tokens.own_characters.Characters"
+    kind = "lockstep.tokens.own_characters.Characters"
 
     def __init__(self, values):
         self.characters = values["characters"]
@@ -58,7 +59,7 @@ class Characters:
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
 """
-OWN = "lockstep_gpt.tokens.own_characters.Characters"
+OWN = "lockstep.tokens.own_characters.Characters"
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +88,11 @@ def tokenizer_module(tmp_path, monkeypatch):
     """A function that puts a module of the user's into the package; the tests' own is removed."""
     folder = tmp_path / "own"
     folder.mkdir()
-    package = importlib.import_module("lockstep_gpt.tokens")
+    package = importlib.import_module("lockstep.tokens")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
 
     def put(code):
-        sys.modules.pop("lockstep_gpt.tokens.own_characters", None)
+        sys.modules.pop("lockstep.tokens.own_characters", None)
         vars(package).pop("own_characters", None)
         importlib.invalidate_caches()
         (folder / "own_characters.py").write_text(code)
@@ -99,7 +100,7 @@ def tokenizer_module(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield put
-    sys.modules.pop("lockstep_gpt.tokens.own_characters", None)
+    sys.modules.pop("lockstep.tokens.own_characters", None)
     vars(package).pop("own_characters", None)
 
 
@@ -211,15 +212,15 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
             "is outside of this package; name a class as lockstep_gpt.",
         ),
         ("lockstep_gpt.nothing.Here", "cannot be imported (No module"),
-        ("lockstep_gpt.tokens.tokenizer.Nothing", "cannot be imported (module"),
-        ("lockstep_gpt.tokens.tokenizer.np.ndarray", "cannot be imported (No module"),
-        ("lockstep_gpt.tokens.tokenizer.Any", "is not a class of this package"),
+        ("lockstep.tokens.tokenizer.Nothing", "cannot be imported (module"),
+        ("lockstep.tokens.tokenizer.np.ndarray", "cannot be imported (No module"),
+        ("lockstep.tokens.tokenizer.Any", "is not a class of this package"),
         (
-            "lockstep_gpt.tokens.tokenizer.find_cut",
+            "lockstep.tokens.tokenizer.find_cut",
             "is not a class of this package; name a class as",
         ),
         (
-            "lockstep_gpt.tokens.tokenizer.ByteTokenizer",
+            "lockstep.tokens.tokenizer.ByteTokenizer",
             "lacks train; define what OwnTokenizer in",
         ),
     ],
@@ -428,7 +429,7 @@ def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(toke
         (
             "own_characters.Characters",
             "other.Characters",
-            "has kind=lockstep_gpt.tokens.other.Ch",
+            "has kind=lockstep.tokens.other.Ch",
         ),
         ('"characters": self.characters}', '"characters": b""}', "cannot be saved (Object of"),
         ("import numpy as np", "import no_such_module", "cannot be imported (No module named"),
@@ -448,7 +449,7 @@ def test_only_classes_of_this_package_are_rebuilt():
         with pytest.raises(UserError, match="is not one of bytes, bpe, numbers"):
             from_dict({"kind": kind})
     with pytest.raises(UserError, match="is not a class of this package"):
-        from_dict({"kind": "lockstep_gpt.tokens.tokenizer_files.Path"})
+        from_dict({"kind": "lockstep.tokens.tokenizer_files.Path"})
 
 
 def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.run.means import Mean
-from lockstep_gpt.tokens.windows import Stored
-from lockstep_gpt.training.seeds import seed_device
+from lockstep.metrics.mean import Mean
+from lockstep.tokens.windows import Stored
+from lockstep.callbacks.seeds import seed_device
 
 ABSENT = {torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex128}
 DEVICE = torch.device("mps", 0)

@@ -4,17 +4,17 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt.batch import Batch
+from lockstep.batch import Batch
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.model.functional import IGNORE
+from lockstep.strategies import placing as strategies
+from lockstep.functional import IGNORE
 from lockstep_gpt.module import count_targets
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.checkpoint import write_checkpoint
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.tokens.windows import StreamWindows
+from lockstep.metrics.callback import Metrics
+from lockstep.checkpoints.reading import write_checkpoint
+from lockstep.run.run import Run
+from lockstep.tokens.windows import StreamWindows
 from lockstep_gpt.train import build
-from lockstep_gpt.training.counted_targets import CountTargets
+from lockstep.callbacks.counted_targets import CountTargets
 
 STEPS = 3
 

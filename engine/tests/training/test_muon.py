@@ -8,10 +8,10 @@ from torch._inductor import config as inductor
 
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.optim import muon
-from lockstep_gpt.training import orthogonalization
-from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
-from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.orthogonalization import orthogonalized
+from lockstep.muon import orthogonalization
+from lockstep.muon.placement import ReplicatedMatrices
+from lockstep.muon.optimizer import Muon
+from lockstep.muon.orthogonalization import orthogonalized
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 

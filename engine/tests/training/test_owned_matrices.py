@@ -8,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.distributed.ranks import lost_peers
-from lockstep_gpt.training import muon, owned_matrices
-from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
-from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.orthogonalization import flops_of
-from lockstep_gpt.training.owned_matrices import OwnedMatrices, owners_of
+from lockstep.strategies import placing as strategies
+from lockstep.ranks.ranks import lost_peers
+from lockstep.muon import optimizer as muon
+from lockstep.muon import owned as owned_matrices
+from lockstep.muon.placement import ReplicatedMatrices
+from lockstep.muon.optimizer import Muon
+from lockstep.muon.orthogonalization import flops_of
+from lockstep.muon.owned import OwnedMatrices, owners_of
 
 SHAPES = [(20, 30), (30, 20), (17, 17), (20, 30), (20, 30), (30, 20), (20, 30)]
 SHORT = [(16, 40), (8, 8), (40, 16), (16, 40)]  # which no rank owns

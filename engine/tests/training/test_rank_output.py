@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
+from lockstep.ranks.ranks import Ranks
+from lockstep.run.directory import RunDirectory
+from lockstep.run.rank_output import drop_rank_log, routed_output
 
 logger = logging.getLogger("lockstep_gpt.training.anything")
 

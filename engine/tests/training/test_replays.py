@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.strategies import auto
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.training.gradient_bits import refuse_changing_kernels
-from lockstep_gpt.training.replays import Replays, Vote, verdict
+from lockstep.batch import Batch
+from lockstep.strategies.placing import auto
+from lockstep.errors import UserError
+from lockstep.callbacks.gradient_bits import refuse_changing_kernels
+from lockstep.callbacks.replays import Replays, Vote, verdict
 
 NAMES = ["embedding", "block", "norm"]
 RIGHT = (5, 4, 3, 2, 1)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep_gpt.training.seeds import leaf_seed
+from lockstep.callbacks.seeds import leaf_seed
 
 
 def test_seeds_of_steps_and_micro_batches_are_never_confused():

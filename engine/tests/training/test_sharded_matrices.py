@@ -12,8 +12,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.optim import muon
-from lockstep_gpt.training import orthogonalization, sharded_matrices
-from lockstep_gpt.training.sharded_matrices import ShardedMatrices
+from lockstep.muon import orthogonalization
+from lockstep.muon import sharded as sharded_matrices
+from lockstep.muon.sharded import ShardedMatrices
 
 # Six rows leave the last of four ranks without any.
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 1, "n_embd": 6}

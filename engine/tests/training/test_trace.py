@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lockstep_gpt.run.trace_file import FIXED, read_trace
-from lockstep_gpt.training.trace import one_of_ranks
+from lockstep.metrics.trace_file import FIXED, read_trace
+from lockstep.callbacks.trace import one_of_ranks
 
 EXACT = ("batch.exact_micro_size=2", "model.dropout=0.1", "log_every=3")
 TRACED = ("callbacks=[default,trace]", *EXACT)

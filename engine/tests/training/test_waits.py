@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.training import clipping
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks import clipping
 
 
 class Waits(TorchDispatchMode):

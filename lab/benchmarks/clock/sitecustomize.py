@@ -15,14 +15,14 @@ from typing import Any
 from noted import note
 
 PLACES = {
-    "lockstep_gpt.launch.agent": ["RankAgent._end_others", "RankAgent._start_workers"],
-    "lockstep_gpt.launch.rank_program": ["run_rank"],
-    "lockstep_gpt.launch.rank": ["call"],
-    "lockstep_gpt.run.run": ["Run.join", "Run.loggers", "Run.announce", "Run.checkpoint"],
+    "lockstep.launch.agent": ["RankAgent._end_others", "RankAgent._start_workers"],
+    "lockstep.launch.rank_program": ["run_rank"],
+    "lockstep.launch.rank": ["call"],
+    "lockstep.run.run": ["Run.join", "Run.loggers", "Run.announce", "Run.checkpoint"],
     "lockstep_gpt.data": ["Tokens.__init__"],
     "lockstep_gpt.module": ["GPTModule.__init__", "GPTModule.training_step"],
-    "lockstep_gpt.run.checkpoint_io": ["AtomicCheckpointIO.load_checkpoint"],
-    "lockstep_gpt.run.callbacks.step": ["StepCallback.on_train_start"],
+    "lockstep.checkpoints.io": ["AtomicCheckpointIO.load_checkpoint"],
+    "lockstep.callbacks.step": ["StepCallback.on_train_start"],
 }
 noted: set[tuple[int, str]] = set()
 

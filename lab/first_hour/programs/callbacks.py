@@ -75,6 +75,6 @@ class Profiled(Callback):
 
 def sharded_over_one_rank(*, batch: Any, **settings: Any) -> Any:  # noqa: ARG001
     """Return the strategy `fsdp2` as it is with several ranks: for one, ours shards nothing."""
-    from lockstep_gpt.distributed.fsdp2 import build_fsdp2
+    from lockstep.strategies.fsdp2 import build_fsdp2
 
     return build_fsdp2(1, **settings)

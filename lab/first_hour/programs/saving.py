@@ -11,9 +11,9 @@ from clock import DEVICE, DRY, seconds_of, show
 
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.optim import adamw
-from lockstep_gpt.run.callbacks.weight_hashes import digest
-from lockstep_gpt.run.checkpoint import size_of, write_checkpoint
-from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
+from lockstep.callbacks.weight_hashes import digest
+from lockstep.checkpoints.reading import size_of, write_checkpoint
+from lockstep.checkpoints.writing import CopyingCheckpointIO
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.damaged_files import read_informative_object
-from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.run.checkpoint_content import samples_of
-from lockstep_gpt.run.directory import settled
-from lockstep_gpt.run.loggers.tracking import git_state
+from lockstep.damaged_files import read_informative_object
+from lockstep_gpt.language_model import LanguageModel
+from lockstep.checkpoints.content import samples_of
+from lockstep.run.directory import settled
+from lockstep.loggers.tracking import git_state
 
 # Settings that determine the weights.
 GROUPS = ("model", "data", "optim", "schedule", "batch")

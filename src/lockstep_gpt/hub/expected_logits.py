@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.model.language_model import LanguageModel
+from lockstep.errors import UserError
+from lockstep_gpt.language_model import LanguageModel
 
 LONGEST = 256  # tokens that are compared; more would take minutes with a large model
 TOLERANCE = 1e-3  # relative to the largest logit; rounding in float32 gives about 1e-5

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.byte_pairs import byte_characters
-from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, Tokenizer
+from lockstep.errors import UserError
+from lockstep.tokens.byte_pairs import byte_characters
+from lockstep.tokens.tokenizer import END_OF_TEXT, Tokenizer
 
 Files = dict[str, dict[str, Any]]  # name -> content, as JSON
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.exported_tokenizer import as_files
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.run.checkpoint import read_checkpoint, with_newest
-from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep.errors import UserError
+from lockstep_gpt.hub.exported_tokenizer import as_files
+from lockstep.optional import import_optional
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.tokens.tokenizer import Tokenizer
 from lockstep_gpt.trained_model import load_model, parser_of
 
 
@@ -59,8 +59,8 @@ def export(source: Path, target: Path, force: bool = False, trusted: bool = Fals
         UserError: `target` contains something else, or transformers can't load such a model or
             would compute something else.
     """
-    from lockstep_gpt.extras.hub.card import model_card
-    from lockstep_gpt.extras.hub.layouts import export_weights, layout_of
+    from lockstep_gpt.hub.card import model_card
+    from lockstep_gpt.hub.layouts import export_weights, layout_of
 
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
@@ -118,7 +118,7 @@ def _save_weights(weights: dict[str, Any], path: Path) -> None:
 
 def _refuse_occupied(target: Path, force: bool) -> None:
     """Raise a `UserError` if `target` isn't empty; `force` allows an earlier export there."""
-    from lockstep_gpt.extras.hub.card import MARK
+    from lockstep_gpt.hub.card import MARK
 
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
+from lockstep.errors import UserError
+from lockstep_gpt.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
 from lockstep_gpt.initial_weights import POSITIONS
-from lockstep_gpt.model.language_model import LanguageModel
+from lockstep_gpt.language_model import LanguageModel
 
 Weights = dict[str, Tensor]
 PADDED = ("token_embedding.weight", "output.weight")  # they have more rows than the vocabulary

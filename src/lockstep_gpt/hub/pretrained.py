@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.layouts import (
+from lockstep.errors import UserError
+from lockstep_gpt.hub.layouts import (
     Layout,
     import_weights,
     layout_of,
 )
 from lockstep_gpt.initial_weights import POSITIONS, PROBE
-from lockstep_gpt.model.language_model import LanguageModel
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import as_typed
-from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.tokens.tokenizer_files import ON_HUB, SIZES
+from lockstep_gpt.language_model import LanguageModel
+from lockstep.optional import import_optional
+from lockstep.settings import as_typed
+from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_files import ON_HUB, SIZES
 
 WEIGHTS = "model.safetensors"
 FILES = '"*.json" "*.safetensors"'  # of a repository on the hub

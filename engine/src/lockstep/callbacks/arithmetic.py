@@ -9,8 +9,8 @@ import torch
 from lightning import Callback
 
 from lockstep_gpt import VERSION
-from lockstep_gpt.distributed.ranks import from_each_rank
-from lockstep_gpt.run.source_code import changes_since, file_hashes
+from lockstep.ranks.ranks import from_each_rank
+from lockstep.run.source_code import changes_since, file_hashes
 
 logger = logging.getLogger(__name__)
 

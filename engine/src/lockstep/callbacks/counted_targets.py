@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep_gpt.run.finite_states import own_part
+from lockstep.checkpoints.finite_states import own_part
 
 
 class CountTargets(Callback):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from lockstep_gpt.run.loggers.tracking import git_state
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.whole_files import replace_text
+from lockstep.loggers.tracking import git_state
+from lockstep.run.run import Run
+from lockstep.whole_files import replace_text
 
 NAME = "environment.json"  # in the run's directory
 LIBRARIES = ("lightning", "hydra-core", "numpy")

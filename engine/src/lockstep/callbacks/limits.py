@@ -7,9 +7,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
-from lockstep_gpt.loading.loaders import EvalLoader, Joined, TrainLoader
-from lockstep_gpt.settings import counted
-from lockstep_gpt.torch_patches import BatchNorm
+from lockstep.loading.loaders import EvalLoader, Joined, TrainLoader
+from lockstep.settings import counted
+from lockstep.patches.torch import BatchNorm
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 from lightning import Trainer
 from tqdm import tqdm
 
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.step import StepCallback, only
-from lockstep_gpt.settings import as_column
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks.step import StepCallback, only
+from lockstep.settings import as_column
 
 logger = logging.getLogger(__name__)
 

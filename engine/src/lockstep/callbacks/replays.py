@@ -14,22 +14,22 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep_gpt.distributed.bit_sums import bit_sum
-from lockstep_gpt.distributed.ranks import from_each_rank, tensors_of_ranks
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.loading.loaders import TrainLoader
-from lockstep_gpt.run.callbacks.arithmetic import processor_of
-from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
-from lockstep_gpt.settings import check_whole
-from lockstep_gpt.torch_patches import shallow_copy
-from lockstep_gpt.training.gradient_bits import (
+from lockstep.strategies.bit_sums import bit_sum
+from lockstep.ranks.ranks import from_each_rank, tensors_of_ranks
+from lockstep.errors import RunError, UserError
+from lockstep.loading.loaders import TrainLoader
+from lockstep.callbacks.arithmetic import processor_of
+from lockstep.callbacks.guards import refuse_differing_replicas
+from lockstep.settings import check_whole
+from lockstep.patches.torch import shallow_copy
+from lockstep.callbacks.gradient_bits import (
     Bits,
     GradientBits,
     bits_of,
     refuse_changing_kernels,
     refuse_without_replicas,
 )
-from lockstep_gpt.training.seeds import leaf_seed, seed_device
+from lockstep.callbacks.seeds import leaf_seed, seed_device
 
 
 class Vote(NamedTuple):

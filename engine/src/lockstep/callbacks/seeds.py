@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from lockstep_gpt.loading.data_place import data_place
+from lockstep.loading.data_place import data_place
 
 
 class MicroBatchSeeds(Callback):

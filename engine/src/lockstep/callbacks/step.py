@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from lightning import Callback, LightningModule, Trainer
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 Part = TypeVar("Part")
 

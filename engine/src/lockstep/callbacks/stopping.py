@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning import Trainer
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed.ranks import LONGEST_WAIT, gloo_group
-from lockstep_gpt.lightning_patches import wait_of, without_sigterm_broadcasts
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.memory.turns import KEEP, NOTHING, MemoryTurns
-from lockstep_gpt.settings import not_a_config
+from lockstep import stop_signals
+from lockstep.ranks.ranks import LONGEST_WAIT, gloo_group
+from lockstep.patches.lightning import wait_of, without_sigterm_broadcasts
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.callbacks.step import StepCallback
+from lockstep.memory.turns import KEEP, NOTHING, MemoryTurns
+from lockstep.settings import not_a_config
 
 
 class Stopped(BaseException):

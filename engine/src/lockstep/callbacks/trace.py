@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.bit_sums import bit_sum
-from lockstep_gpt.distributed.ranks import tensors_of_ranks
-from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.run.trace_file import TraceFile, TraceRow, as_digits
-from lockstep_gpt.settings import check_whole
-from lockstep_gpt.training.clipping import ClipAndSkip
-from lockstep_gpt.training.gradient_bits import (
+from lockstep.strategies.bit_sums import bit_sum
+from lockstep.ranks.ranks import tensors_of_ranks
+from lockstep.callbacks.step import StepCallback
+from lockstep.run.run import Run
+from lockstep.metrics.trace_file import TraceFile, TraceRow, as_digits
+from lockstep.settings import check_whole
+from lockstep.callbacks.clipping import ClipAndSkip
+from lockstep.callbacks.gradient_bits import (
     Bits,
     GradientBits,
     refuse_without_replicas,

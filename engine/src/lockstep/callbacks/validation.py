@@ -6,8 +6,8 @@ from typing import Any
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import check_whole
+from lockstep.errors import UserError
+from lockstep.settings import check_whole
 
 AFTER_THIS_BATCH = 1  # micro-batches between validations, as Lightning counts them
 NOT_YET = sys.maxsize

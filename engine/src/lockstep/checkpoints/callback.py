@@ -13,15 +13,15 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import CombinedLoader
 
-from lockstep_gpt.distributed.ranks import from_rank_zero
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.lightning_patches import count_logged_steps, validation_follows
-from lockstep_gpt.run import checkpoint as files
-from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch
-from lockstep_gpt.run.finite_states import refuse_broken_state
-from lockstep_gpt.run.resuming import align_batch_progress
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.settings import check, check_choice, not_a_config
+from lockstep.ranks.ranks import from_rank_zero
+from lockstep.errors import UserError
+from lockstep.patches.lightning import count_logged_steps, validation_follows
+from lockstep.checkpoints import reading as files
+from lockstep.callbacks.step import StepCallback, ends_epoch
+from lockstep.checkpoints.finite_states import refuse_broken_state
+from lockstep.run.resuming import align_batch_progress
+from lockstep.run.run import Run
+from lockstep.settings import check, check_choice, not_a_config
 
 logger = logging.getLogger(__name__)
 

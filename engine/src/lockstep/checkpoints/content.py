@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import Container, OmegaConf
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 # The errors that torch raises for a file it cannot read.
 UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error)

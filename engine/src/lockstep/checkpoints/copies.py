@@ -10,16 +10,16 @@ from typing import Any
 
 import fsspec
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import checkpoint
-from lockstep_gpt.run.checkpoint_content import CheckpointError
-from lockstep_gpt.run.checkpoint_sums import (
+from lockstep.errors import UserError
+from lockstep.checkpoints import reading as checkpoint
+from lockstep.checkpoints.content import CheckpointError
+from lockstep.checkpoints.sums import (
     VerifiedCheckpoint,
     files_of,
     sum_path,
     verify,
 )
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

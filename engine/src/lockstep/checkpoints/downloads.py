@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` keeps only one slash
 SECONDS = 10  # for wandb to answer

@@ -9,19 +9,19 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lockstep_gpt.distributed.rank_states import is_of_rank, with_own_shards
-from lockstep_gpt.run import checkpoint as files
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_content import (
+from lockstep.strategies.rank_states import is_of_rank, with_own_shards
+from lockstep.checkpoints import reading as files
+from lockstep.callbacks.weight_hashes import WeightHashes
+from lockstep.checkpoints.content import (
     WEIGHTS,
     joined,
     plain,
     refuse_unreadable,
 )
-from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.files import KeptState
-from lockstep_gpt.run.memory.states import read_state
+from lockstep.checkpoints.sums import VerifiedCheckpoint
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.files import KeptState
+from lockstep.memory.states import read_state
 
 logger = logging.getLogger(__name__)
 

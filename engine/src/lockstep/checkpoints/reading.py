@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep_gpt.damaged_files import absence_of, readable
-from lockstep_gpt.errors import RunError, UserError, remedy_of_limit
-from lockstep_gpt.run.checkpoint_content import (
+from lockstep.damaged_files import absence_of, readable
+from lockstep.errors import RunError, UserError, remedy_of_limit
+from lockstep.checkpoints.content import (
     NEEDED,
     NEEDED_TO_RESUME,
     CheckpointError,
@@ -30,20 +30,20 @@ from lockstep_gpt.run.checkpoint_content import (
     joined,
     load_content,
 )
-from lockstep_gpt.run.checkpoint_downloads import download
-from lockstep_gpt.run.checkpoint_room import (
+from lockstep.checkpoints.downloads import download
+from lockstep.checkpoints.room import (
     refuse_full_disk,
     refuse_large_file,
     size_of,
 )
-from lockstep_gpt.run.checkpoint_sums import (
+from lockstep.checkpoints.sums import (
     VerifiedCheckpoint,
     files_of,
     sha256_of,
     sum_path,
     verify,
 )
-from lockstep_gpt.whole_files import replace_text, replacing
+from lockstep.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import LARGER_FILES, RunError
+from lockstep.errors import LARGER_FILES, RunError
 
 
 def refuse_full_disk(folder: Path, needed: int) -> None:

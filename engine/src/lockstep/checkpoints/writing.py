@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import checkpoint_copies
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks.ranks import Ranks
+from lockstep.errors import UserError
+from lockstep.checkpoints import copies as checkpoint_copies
+from lockstep.callbacks.weight_hashes import WeightHashes
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

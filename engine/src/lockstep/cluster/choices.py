@@ -11,9 +11,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 GPT = "lockstep_gpt.module.GPTModule"
-AUTO = "lockstep_gpt.distributed.strategies.auto"
-DDP = "lockstep_gpt.distributed.strategies.ddp"
-FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
+AUTO = "lockstep.strategies.placing.auto"
+DDP = "lockstep.strategies.placing.ddp"
+FSDP2 = "lockstep.strategies.placing.fsdp2"
 # Optimizers that can update shards.
 SHARDABLE = (
     "lockstep_gpt.optim.adamw",

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
-from lockstep_gpt.extras.cluster.speed import GB, best_seconds
+from lockstep.ranks.ranks import Ranks
+from lockstep.cluster.report import Finding, failure, ok, warning
+from lockstep.cluster.speed import GB, best_seconds
 from lockstep_gpt.gpt import GPT
 
 SIZES = {  # message sizes in bytes

@@ -19,14 +19,20 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep_gpt import PROGRAM, processes
-from lockstep_gpt.distributed.address import own_address
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster import environment
-from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import devices, flags, hydra_job, launcher, slurm, targets
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.placement import Placement
+from lockstep import processes
+from lockstep_gpt import PROGRAM
+from lockstep.ranks.address import own_address
+from lockstep.errors import UserError
+from lockstep.cluster import environment
+from lockstep.cluster.report import FAILURE, Report, failure
+from lockstep.launch import devices
+from lockstep.launch import flags
+from lockstep.launch import hydra_job
+from lockstep.launch import launcher
+from lockstep.launch import slurm
+from lockstep.launch import targets
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.launch.placement import Placement
 from lockstep_gpt.programs import train_program
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
@@ -86,8 +92,8 @@ def _examine(values: dict[str, Any], config: DictConfig, options: Any) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     gc.disable()
     started = time.monotonic()
-    from lockstep_gpt.distributed.ranks import Ranks
-    from lockstep_gpt.extras.cluster.examination import Examination
+    from lockstep.ranks.ranks import Ranks
+    from lockstep.cluster.examination import Examination
 
     took = time.monotonic() - started
     gc.freeze()

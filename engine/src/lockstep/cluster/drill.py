@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.cluster.small_runs import LIMIT, SmallRuns
-from lockstep_gpt.launch.flags import count
-from lockstep_gpt.settings import counted
-from lockstep_gpt.testing.results import rows_of
+from lockstep.cluster.small_runs import LIMIT, SmallRuns
+from lockstep.launch.flags import count
+from lockstep.settings import counted
+from lockstep.testing.results import rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,7 @@ class Drill(SmallRuns):
 
     def flipped_bit(self) -> Outcome:
         """Damage the newest checkpoint: the run must resume from the one before it."""
-        from lockstep_gpt.run.checkpoint import checkpoints_in
+        from lockstep.checkpoints.reading import checkpoints_in
 
         process = self.start("flipped", "memory=false")  # a newer state there is used
         folder = self.directory("flipped").checkpoints
@@ -247,7 +247,7 @@ class Drill(SmallRuns):
         notes = self.folder / f"{name}.faults"
         notes.mkdir()
         node = "+callbacks.faults"
-        target = f"{node}._target_=lockstep_gpt.extras.cluster.faults.Faults"
+        target = f"{node}._target_=lockstep.cluster.faults.Faults"
         return [target, f"{node}.folder={notes}", f"{node}.plan=[{','.join(map(repr, plan))}]"]
 
     def _content(self, name: str) -> dict[Path, bytes]:
@@ -256,7 +256,7 @@ class Drill(SmallRuns):
 
     def _recoveries(self, name: str, plan: list[str]) -> list[float]:
         """Return the seconds from each fault to the end of the next step."""
-        from lockstep_gpt.extras.cluster.faults import STARTS
+        from lockstep.cluster.faults import STARTS
 
         folder = self.folder / f"{name}.faults"
         struck = [(folder / fault).stat().st_mtime for fault in plan if (folder / fault).exists()]
@@ -294,8 +294,8 @@ class Drill(SmallRuns):
         return dict(torch.load(path, weights_only=True)["state_dict"])
 
     def _sound(self, name: str) -> bool:
-        from lockstep_gpt.run.checkpoint import checkpoints_in
-        from lockstep_gpt.run.checkpoint_sums import fault_of
+        from lockstep.checkpoints.reading import checkpoints_in
+        from lockstep.checkpoints.sums import fault_of
 
         checkpoints = checkpoints_in(self.directory(name).checkpoints)
         return bool(checkpoints) and all(fault_of(path) is None for path in checkpoints)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
-from lockstep_gpt.launch.variables import GLOO, NCCL, refuse_absent_interface
+from lockstep.errors import UserError
+from lockstep.cluster.report import Finding, failure, ok, warning
+from lockstep.launch.variables import GLOO, NCCL, refuse_absent_interface
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")

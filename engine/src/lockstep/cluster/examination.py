@@ -16,28 +16,26 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore
 
-from lockstep_gpt.distributed.ranks import Ranks, backend_of
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster import (
-    collectives,
-    environment,
-    expectation,
-    gpus,
-    speed,
-    topology,
-)
-from lockstep_gpt.extras.cluster.choices import trains_gpt
-from lockstep_gpt.extras.cluster.collectives import Bandwidth
-from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
-from lockstep_gpt.extras.cluster.meeting import (
+from lockstep.ranks.ranks import Ranks, backend_of
+from lockstep.errors import UserError
+from lockstep.cluster import collectives
+from lockstep.cluster import environment
+from lockstep.cluster import expectation
+from lockstep.cluster import gpus
+from lockstep.cluster import speed
+from lockstep.cluster import topology
+from lockstep.cluster.choices import trains_gpt
+from lockstep.cluster.collectives import Bandwidth
+from lockstep.cluster.facts import Facts, collect, compare
+from lockstep.cluster.meeting import (
     Absent,
     Meeting,
     examine_clocks,
     open_meeting,
 )
-from lockstep_gpt.extras.cluster.prediction import vocabulary
-from lockstep_gpt.extras.cluster.profile import profile
-from lockstep_gpt.extras.cluster.report import (
+from lockstep.cluster.prediction import vocabulary
+from lockstep.cluster.profile import profile
+from lockstep.cluster.report import (
     FAILURE,
     Finding,
     Report,
@@ -46,10 +44,10 @@ from lockstep_gpt.extras.cluster.report import (
     named,
     ok,
 )
-from lockstep_gpt.extras.cluster.speed import Speed
-from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.settings import counted
+from lockstep.cluster.speed import Speed
+from lockstep.launch import devices
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.settings import counted
 
 SEE = "see the output of rank 0"
 # If one of these checks fails, ranks that work together would hang or compute wrong results.

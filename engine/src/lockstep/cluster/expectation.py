@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep_gpt.extras.cluster import gpus
-from lockstep_gpt.extras.cluster.environment import default_interface
-from lockstep_gpt.extras.cluster.topology import Topology, kind
+from lockstep.cluster import gpus
+from lockstep.cluster.environment import default_interface
+from lockstep.cluster.topology import Topology, kind
 
 GB = 1e9
 # PCI-SIG: GT/s per lane by generation; 8b/10b before the third, 128b/130b from then on.

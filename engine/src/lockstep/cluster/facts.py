@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import lockstep_gpt
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.cluster import gpus
-from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
-from lockstep_gpt.settings import counted
+from lockstep.ranks.ranks import Ranks
+from lockstep.cluster import gpus
+from lockstep.cluster.report import Finding, failure, named, ok, warning
+from lockstep.settings import counted
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
 SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")

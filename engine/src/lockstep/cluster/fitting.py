@@ -9,20 +9,20 @@ from functools import cached_property
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.batch import Batch, gradient_copies
-from lockstep_gpt.distributed.ddp import has_bucket_copies
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster import memory
-from lockstep_gpt.extras.cluster.choices import (
+from lockstep.batch import Batch, gradient_copies
+from lockstep.strategies.ddp import has_bucket_copies
+from lockstep.errors import UserError
+from lockstep.cluster import memory
+from lockstep.cluster.choices import (
     can_shard,
     tensor_parallel,
     with_node,
     with_values,
 )
-from lockstep_gpt.extras.cluster.hardware import Hardware
-from lockstep_gpt.extras.cluster.memory import Footprint, Memory
-from lockstep_gpt.extras.cluster.sharing import SIZES, Ownership, Sharing
-from lockstep_gpt.model.language_model import LanguageModel
+from lockstep.cluster.hardware import Hardware
+from lockstep.cluster.memory import Footprint, Memory
+from lockstep.cluster.sharing import SIZES, Ownership, Sharing
+from lockstep_gpt.language_model import LanguageModel
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 SHARDING = "strategy=fsdp2"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
-from lockstep_gpt.extras.cluster.topology import Topology, parse
-from lockstep_gpt.settings import counted
+from lockstep.cluster.report import Finding, failure, ok, warning
+from lockstep.cluster.topology import Topology, parse
+from lockstep.settings import counted
 
 PATIENCE = 20.0  # timeout for nvidia-smi in seconds; it hangs if the driver is in a bad state
 GIB = 2**30

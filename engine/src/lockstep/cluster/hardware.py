@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.distributed.peaks import FORMS, PEAKS, in_form
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.whole_files import write_output
+from lockstep.ranks.peaks import FORMS, PEAKS, in_form
+from lockstep.errors import UserError
+from lockstep.whole_files import write_output
 
 GB = 1e9
 TERA = 1e12

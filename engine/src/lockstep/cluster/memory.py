@@ -18,12 +18,12 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from lockstep_gpt.extras.cluster.choices import tensor_parallel as tensor_parallel_of
-from lockstep_gpt.extras.cluster.choices import with_values
-from lockstep_gpt.extras.cluster.sharing import Sharing, optimizer_of
-from lockstep_gpt.extras.cluster.tracing import AUTOCAST, shaped, trace_peak
-from lockstep_gpt.model import functional
-from lockstep_gpt.model.language_model import LanguageModel
+from lockstep.cluster.choices import tensor_parallel as tensor_parallel_of
+from lockstep.cluster.choices import with_values
+from lockstep.cluster.sharing import Sharing, optimizer_of
+from lockstep.cluster.tracing import AUTOCAST, shaped, trace_peak
+from lockstep import functional
+from lockstep_gpt.language_model import LanguageModel
 from lockstep_gpt.optim import moment_bytes
 
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples

@@ -17,20 +17,22 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster.choices import trains_gpt
-from lockstep_gpt.extras.cluster.hardware import (
+from lockstep.errors import UserError
+from lockstep.cluster.choices import trains_gpt
+from lockstep.cluster.hardware import (
     HARDWARE,
     LINKS,
     Hardware,
     find_hardware,
     find_link,
 )
-from lockstep_gpt.launch import flags, hydra_job, targets
+from lockstep.launch import flags
+from lockstep.launch import hydra_job
+from lockstep.launch import targets
 from lockstep_gpt.programs import train_program
 
 if TYPE_CHECKING:
-    from lockstep_gpt.extras.cluster.prediction import Plan
+    from lockstep.cluster.prediction import Plan
 
 # Size of GPT-2's vocabulary (Radford et al. 2019, section 2.3), and the presets named after the
 # size of their models with it; modern presets are named after the size without a separate head.
@@ -109,7 +111,7 @@ def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
 
 
 def _plan(config: DictConfig, chosen: Chosen, hardware: Hardware, options: Any) -> Plan:
-    from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
+    from lockstep.cluster.prediction import predict, vocabulary
 
     size = chosen.vocabulary()
     whose = f"that of data={chosen.source}"
@@ -219,7 +221,7 @@ def _hardware(options: Any) -> Hardware:
 
 
 def _show(plan: Plan, options: Any) -> None:
-    from lockstep_gpt.extras.cluster import table
+    from lockstep.cluster import table
 
     if options.json:
         print(json.dumps(_as_json(plan), indent=2))

@@ -8,28 +8,28 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.building import build
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster.choices import AUTO, DDP, tensor_parallel
-from lockstep_gpt.extras.cluster.fitting import Remedy, Room
-from lockstep_gpt.extras.cluster.hardware import Hardware
-from lockstep_gpt.extras.cluster.memory import Memory, States
-from lockstep_gpt.extras.cluster.sharing import muon_matrices
-from lockstep_gpt.extras.cluster.step_time import (
+from lockstep.batch import Batch
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.cluster.choices import AUTO, DDP, tensor_parallel
+from lockstep.cluster.fitting import Remedy, Room
+from lockstep.cluster.hardware import Hardware
+from lockstep.cluster.memory import Memory, States
+from lockstep.cluster.sharing import muon_matrices
+from lockstep.cluster.step_time import (
     BACKWARD_SHARE,
     StepTime,
     Work,
     buckets,
     step_time,
 )
-from lockstep_gpt.extras.cluster.tracing import AUTOCAST
-from lockstep_gpt.run.planned_pauses import saves_after, validations_after
-from lockstep_gpt.schedule import scaled_lr
-from lockstep_gpt.tokens.recipe import recipe_of
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_files import GPT2, GPT2_SIZE
-from lockstep_gpt.training.orthogonalization import flops_of
+from lockstep.cluster.tracing import AUTOCAST
+from lockstep.run.planned_pauses import saves_after, validations_after
+from lockstep.schedule import scaled_lr
+from lockstep.tokens.recipe import recipe_of
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer_files import GPT2, GPT2_SIZE
+from lockstep.muon.orthogonalization import flops_of
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from lockstep_gpt.distributed.peaks import FORMS
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.cluster.collectives import Bandwidth
-from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
-from lockstep_gpt.extras.cluster.speed import Speed
-from lockstep_gpt.settings import counted
+from lockstep.ranks.peaks import FORMS
+from lockstep.ranks.ranks import Ranks
+from lockstep.cluster.collectives import Bandwidth
+from lockstep.cluster.hardware import LINKS, Hardware, Link
+from lockstep.cluster.speed import Speed
+from lockstep.settings import counted
 
 UNMEASURED = "not measured: assumed"
 UNTRIED = "; the utilization is assumed, because no step of the model was timed"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep_gpt.settings import counted
+from lockstep.settings import counted
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 SEVERITY = (OK, WARNING, FAILURE)

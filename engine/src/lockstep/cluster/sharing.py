@@ -11,10 +11,10 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep_gpt.extras.cluster.choices import is_sharded
-from lockstep_gpt.training.muon import Muon
-from lockstep_gpt.training.orthogonalization import flops_of
-from lockstep_gpt.training.owned_matrices import SHORT, owners_of
+from lockstep.cluster.choices import is_sharded
+from lockstep.muon.optimizer import Muon
+from lockstep.muon.orthogonalization import flops_of
+from lockstep.muon.owned import SHORT, owners_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.testing.experiment import processes_of
+from lockstep.run.directory import RunDirectory
+from lockstep.testing.experiment import processes_of
 
 # A row of metrics.csv every three steps: most runs stop between two rows.
 EXPERIMENT = ["experiment=smoke", "logger=none", "model.dropout=0.1", "log_every=3"]

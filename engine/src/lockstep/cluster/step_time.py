@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.peaks import in_form
-from lockstep_gpt.extras.cluster.hardware import Hardware, Link
-from lockstep_gpt.extras.cluster.memory import States
-from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
+from lockstep.batch import Batch
+from lockstep.ranks.peaks import in_form
+from lockstep.cluster.hardware import Hardware, Link
+from lockstep.cluster.memory import States
+from lockstep.cluster.sharing import Ownership, Sharing
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
 
-from lockstep_gpt.extras.cluster.hardware import GB, TERA
-from lockstep_gpt.extras.cluster.memory import Memory
-from lockstep_gpt.extras.cluster.prediction import TOKENS_PER_PARAMETER, Plan
-from lockstep_gpt.extras.cluster.step_time import ring_seconds, simple_seconds
-from lockstep_gpt.settings import counted
+from lockstep.cluster.hardware import GB, TERA
+from lockstep.cluster.memory import Memory
+from lockstep.cluster.prediction import TOKENS_PER_PARAMETER, Plan
+from lockstep.cluster.step_time import ring_seconds, simple_seconds
+from lockstep.settings import counted
 
 # For each unit: the end of its range and its own length, both in seconds, and its name.
 SPANS = ((1.0, 1e-3, "ms"), (100.0, 1.0, "s"), (6000.0, 60.0, "min"), (172_800.0, 3600.0, "h"))

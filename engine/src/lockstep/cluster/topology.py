@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lockstep_gpt.extras.cluster.report import Finding, ok, warning
+from lockstep.cluster.report import Finding, ok, warning
 
 # From the legend of `nvidia-smi topo -m`, the closest first; NV# is a bond of # NVLinks.
 PATHS = {

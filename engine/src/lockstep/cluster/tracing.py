@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.building import build
-from lockstep_gpt.distributed.tensor_parallel import split_model
-from lockstep_gpt.distributed.tensor_splits import TensorRanks
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.model import functional
-from lockstep_gpt.model.language_model import LanguageModel
+from lockstep.building import build
+from lockstep.strategies.tensor_parallel import split_model
+from lockstep.strategies.tensor_splits import TensorRanks
+from lockstep.errors import UserError
+from lockstep import functional
+from lockstep_gpt.language_model import LanguageModel
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 PAIRS = 20  # without another limit
 HOUR = 3600.0  # seconds

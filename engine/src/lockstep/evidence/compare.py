@@ -14,29 +14,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep_gpt import PROGRAM, stop_signals
-from lockstep_gpt.damaged_files import read_object
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.evidence import fairness
-from lockstep_gpt.extras.evidence.budget import Budget
-from lockstep_gpt.extras.evidence.fairness import Setting
-from lockstep_gpt.extras.evidence.measures import KNOWN, measure_of
-from lockstep_gpt.extras.evidence.pairs import PairedRuns, plan_of
-from lockstep_gpt.extras.evidence.report import PAGE, RESULT, Report
-from lockstep_gpt.extras.evidence.sides import (
+from lockstep import stop_signals
+from lockstep_gpt import PROGRAM
+from lockstep.damaged_files import read_object
+from lockstep.errors import UserError
+from lockstep.evidence import fairness
+from lockstep.evidence.budget import Budget
+from lockstep.evidence.fairness import Setting
+from lockstep.evidence.measures import KNOWN, measure_of
+from lockstep.evidence.pairs import PairedRuns, plan_of
+from lockstep.evidence.report import PAGE, RESULT, Report
+from lockstep.evidence.sides import (
     Side,
     common_seeds,
     finished_groups,
     sides_of,
 )
-from lockstep_gpt.extras.evidence.verdicts import Judge
-from lockstep_gpt.extras.evidence.workers import (
+from lockstep.evidence.verdicts import Judge
+from lockstep.evidence.workers import (
     Workers,
     environments_of,
     started_workers,
 )
-from lockstep_gpt.launch import launcher
-from lockstep_gpt.run.lock import RunLock
+from lockstep.launch import launcher
+from lockstep.run.lock import RunLock
 
 
 def main(arguments: list[str]) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep_gpt.extras.evidence.intervals import Interval
-from lockstep_gpt.extras.evidence.sides import Runs, Side
-from lockstep_gpt.extras.evidence.verdicts import OPEN, Judge, Verdict, rounded
+from lockstep.evidence.intervals import Interval
+from lockstep.evidence.sides import Runs, Side
+from lockstep.evidence.verdicts import OPEN, Judge, Verdict, rounded
 
 
 @dataclass

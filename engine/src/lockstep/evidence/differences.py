@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from lockstep_gpt.extras.evidence.saved_states import differing_numbers, state_of
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.metrics_rows import STEP, read_metrics
-from lockstep_gpt.run.trace_file import FIXED, TraceRow, read_trace
-from lockstep_gpt.settings import counted
+from lockstep.evidence.saved_states import differing_numbers, state_of
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.run.directory import RunDirectory
+from lockstep.metrics.rows import STEP, read_metrics
+from lockstep.metrics.trace_file import FIXED, TraceRow, read_trace
+from lockstep.settings import counted
 
 COLUMNS = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "optim/skipped")
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.evidence.measures import Measure
-from lockstep_gpt.extras.evidence.sides import Runs
-from lockstep_gpt.run.directory import (
+from lockstep.errors import UserError
+from lockstep.evidence.measures import Measure
+from lockstep.evidence.sides import Runs
+from lockstep.run.directory import (
     MAY_DIFFER,
     RunDirectory,
     differences,
     flat,
     some_of,
 )
-from lockstep_gpt.tokens.prepare import DECIDED
+from lockstep.tokens.prepare import DECIDED
 
 # What a run is called, where it is, and who hears of it.
 NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.metrics_rows import STEP, read_metrics
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.metrics.rows import STEP, read_metrics
 
 SECONDS_TO = "seconds_to="  # followed by a validation loss
 LOWER_IS_BETTER = ("loss", "perplexity", "seconds", "memory")  # parts of a column's name

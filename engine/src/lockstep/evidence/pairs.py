@@ -12,17 +12,21 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.errors import ReportedError, RunError, UserError
-from lockstep_gpt.exits import after_signal
-from lockstep_gpt.extras.evidence.fairness import Setting, refuse_other_runs
-from lockstep_gpt.extras.evidence.sides import Side, is_finished
-from lockstep_gpt.extras.evidence.workers import Job, Workers
-from lockstep_gpt.launch import composed, devices, flags, hydra_job, targets
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.placement import Placement
+from lockstep import stop_signals
+from lockstep.errors import ReportedError, RunError, UserError
+from lockstep.exits import after_signal
+from lockstep.evidence.fairness import Setting, refuse_other_runs
+from lockstep.evidence.sides import Side, is_finished
+from lockstep.evidence.workers import Job, Workers
+from lockstep.launch import composed
+from lockstep.launch import devices
+from lockstep.launch import flags
+from lockstep.launch import hydra_job
+from lockstep.launch import targets
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.launch.placement import Placement
 from lockstep_gpt.programs import train_program
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory
 
 OURS = ("run_dir", "run_name", "resume")  # settings that a comparison sets itself
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.errors import RunError
-from lockstep_gpt.launch.hydra_job import HYDRA_FILE
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.checkpoint_sums import files_of
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.errors import RunError
+from lockstep.launch.hydra_job import HYDRA_FILE
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.checkpoints.sums import files_of
+from lockstep.run.directory import RunDirectory
 
 NAMES = "tensors.json"  # in a replay: the names of the tensors, in the optimizer's order
 ALL = 10**6  # checkpoints to keep
 # Callbacks of a run that its replay doesn't need: they only show, note, or check something.
 LEFT_OUT = ("progress", "sample", "environment", "replays", "trace")
-CALLBACKS = "lockstep_gpt.extras.evidence.replay_callbacks"
-TRACE = "lockstep_gpt.training.trace.Trace"
+CALLBACKS = "lockstep.evidence.replay_callbacks"
+TRACE = "lockstep.callbacks.trace.Trace"
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from lockstep_gpt.extras.evidence.replay import NAMES
-from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.training.seeds import leaf_seed
+from lockstep.evidence.replay import NAMES
+from lockstep.callbacks.step import StepCallback
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.run.run import Run
+from lockstep.callbacks.seeds import leaf_seed
 
 
 class ReplayedSaves(StepCallback):

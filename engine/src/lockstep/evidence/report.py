@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.extras.evidence import fairness
-from lockstep_gpt.extras.evidence.comparison import Comparison
-from lockstep_gpt.extras.evidence.fairness import Setting
-from lockstep_gpt.extras.evidence.page import page_of
-from lockstep_gpt.extras.evidence.sides import Runs, Side
-from lockstep_gpt.extras.evidence.verdicts import Judge
-from lockstep_gpt.whole_files import replace_text
+from lockstep.evidence import fairness
+from lockstep.evidence.comparison import Comparison
+from lockstep.evidence.fairness import Setting
+from lockstep.evidence.page import page_of
+from lockstep.evidence.sides import Runs, Side
+from lockstep.evidence.verdicts import Judge
+from lockstep.whole_files import replace_text
 
 RESULT = "compare.json"
 PAGE = "compare.html"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.run.checkpoint import read_checkpoint
-from lockstep_gpt.run.checkpoint_content import samples_of
-from lockstep_gpt.settings import counted
+from lockstep.checkpoints.reading import read_checkpoint
+from lockstep.checkpoints.content import samples_of
+from lockstep.settings import counted
 
 if TYPE_CHECKING:
     from torch import Tensor

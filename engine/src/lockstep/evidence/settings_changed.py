@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from lockstep_gpt.damaged_files import read_informative_text
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import (
+from lockstep.damaged_files import read_informative_text
+from lockstep.errors import UserError
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     read_checkpoint,
     step_of,
 )
-from lockstep_gpt.run.directory import RunDirectory, flat
+from lockstep.run.directory import RunDirectory, flat
 
 CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
 # Settings that change neither the weights nor the rows of the log.

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
 
 FINISHED = ("done", "stopped early")  # the latter by a callback
 Runs = Mapping[int, RunDirectory]  # by seed

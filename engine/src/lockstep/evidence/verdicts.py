@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep_gpt.extras.evidence.intervals import (
+from lockstep.evidence.intervals import (
     MOST_PAIRS,
     Interval,
     fewest_pairs,
     interval_of,
     pairs_needed,
 )
-from lockstep_gpt.extras.evidence.measures import Measure
-from lockstep_gpt.settings import counted
+from lockstep.evidence.measures import Measure
+from lockstep.settings import counted
 
 SMALL_LOSS = 0.01  # nats: a verdict says how many pairs this difference needs, without a margin
 SMALL_SHARE = 0.01  # of the base's mean: the same for other measures

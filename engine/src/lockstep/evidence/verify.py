@@ -9,28 +9,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.batch import exact_world_sizes
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.evidence import rounding
-from lockstep_gpt.extras.evidence.differences import (
+from lockstep.batch import exact_world_sizes
+from lockstep.errors import UserError
+from lockstep.evidence import rounding
+from lockstep.evidence.differences import (
     Comparison,
     Recorded,
     compare,
     facts_at,
     rows_of,
 )
-from lockstep_gpt.extras.evidence.replay import NAMES, Steps, replay
-from lockstep_gpt.extras.evidence.saved_states import state_of
-from lockstep_gpt.extras.evidence.settings_changed import refuse_changed_settings
-from lockstep_gpt.run.checkpoint import (
+from lockstep.evidence.replay import NAMES, Steps, replay
+from lockstep.evidence.saved_states import state_of
+from lockstep.evidence.settings_changed import refuse_changed_settings
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     read_checkpoint,
     step_of,
 )
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.source_code import changes_since
-from lockstep_gpt.settings import counted
+from lockstep.run.directory import RunDirectory
+from lockstep.run.source_code import changes_since
+from lockstep.settings import counted
 
 # Bits depend on these, and without exact sums on the others too.
 DECISIVE = ("processor", "torch", "threads")

@@ -8,7 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from lockstep_gpt import cli, processes
+from lockstep_gpt import cli
+from lockstep import processes
 
 
 def main(parent: str) -> None:

@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.settings import counted
+from lockstep import stop_signals
+from lockstep.errors import UserError
+from lockstep.exits import Exit
+from lockstep.launch import devices
+from lockstep.launch.placement import Placement
+from lockstep.settings import counted
 
-WORKER = "lockstep_gpt.extras.evidence.worker"
+WORKER = "lockstep.evidence.worker"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 

@@ -21,23 +21,29 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from lockstep_gpt import PROGRAM, processes, standard_streams, stop_signals
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import (
+from lockstep import processes
+from lockstep import standard_streams
+from lockstep import stop_signals
+from lockstep_gpt import PROGRAM
+from lockstep.errors import UserError
+from lockstep.exits import (
     Ending,
     Exit,
     after_signal,
     describe_endings,
     failed_endings,
 )
-from lockstep_gpt.launch import machines, meeting, rank_program
-from lockstep_gpt.launch.first_signal import FirstSignal
-from lockstep_gpt.launch.placement import Launch
-from lockstep_gpt.launch.shared_stop import SharedStop
-from lockstep_gpt.python_patches import run_exit_handlers
-from lockstep_gpt.run import deaths, last_line
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.torch_patches import (
+from lockstep.launch import machines
+from lockstep.launch import meeting
+from lockstep.launch import rank_program
+from lockstep.launch.first_signal import FirstSignal
+from lockstep.launch.placement import Launch
+from lockstep.launch.shared_stop import SharedStop
+from lockstep.patches.python import run_exit_handlers
+from lockstep.run import deaths
+from lockstep.run import last_line
+from lockstep.run.directory import RunDirectory
+from lockstep.patches.torch import (
     handle_signals_with,
     name_callers_without_source,
     processes_of,

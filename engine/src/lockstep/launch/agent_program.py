@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep_gpt import processes, stop_signals
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.run import last_line
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep import processes
+from lockstep import stop_signals
+from lockstep.exits import Exit
+from lockstep.run import last_line
+from lockstep.run.directory import RunDirectory
 
 
 def command(run: RunDirectory, node_rank: int, function: str) -> list[str]:
@@ -29,8 +30,8 @@ def main(path: str, parent: str, node_rank: str, function: str) -> NoReturn:
     stop_signals.end_at_once()
     run = RunDirectory(Path(path))
     try:
-        processes.import_all(["lockstep_gpt.launch.agent"])
-        from lockstep_gpt.launch import agent
+        processes.import_all(["lockstep.launch.agent"])
+        from lockstep.launch import agent
     except Exception as error:  # of memory, for example
         last_line.show_error(run, error, int(node_rank))
         processes.end_process(Exit.REPORTED)

@@ -22,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.signatures import signature_of
-from lockstep_gpt.run.directory import RunDirectory, flat
-from lockstep_gpt.settings import check
+from lockstep.errors import UserError
+from lockstep.launch.signatures import signature_of
+from lockstep.run.directory import RunDirectory, flat
+from lockstep.settings import check
 
 # Settings of `lockstep.main`, which need no place in the YAML files.
 OURS = re.compile(r"(run_dir|run_name|resume|resume_force|trust_run_dir|verbosity|launch\.\w+)=")

@@ -17,15 +17,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import devices, hydra_job, launcher, start, usable_files
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.run import trust
-from lockstep_gpt.run.directory import RunDirectory, flat
-from lockstep_gpt.run.kept import refuse_other_experiment
-from lockstep_gpt.run.last_line import resume_command
-from lockstep_gpt.settings import as_typed, counted
-from lockstep_gpt.whole_files import replacing
+from lockstep.errors import UserError
+from lockstep.launch import devices
+from lockstep.launch import hydra_job
+from lockstep.launch import launcher
+from lockstep.launch import start
+from lockstep.launch import usable_files
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.run import trust
+from lockstep.run.directory import RunDirectory, flat
+from lockstep.run.kept import refuse_other_experiment
+from lockstep.run.last_line import resume_command
+from lockstep.settings import as_typed, counted
+from lockstep.whole_files import replacing
 
 # They select a run, and don't change it.
 ADDRESS = ("run_dir", "resume", "resume_force", "trust_run_dir")

@@ -9,17 +9,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import launcher, slurm, variables
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.settings import check, node_of
+from lockstep.batch import Batch
+from lockstep.errors import UserError
+from lockstep.launch import launcher
+from lockstep.launch import slurm
+from lockstep.launch import variables
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.launch.placement import Placement
+from lockstep.settings import check, node_of
 
 DEVICE_FILES = Path("/dev")
 MOST_RANKS = 1024  # of a machine
 MOST_NODES = 100_000
-BATCHES = ("lockstep.Batch", "lockstep_gpt.batch.Batch")
+BATCHES = ("lockstep.Batch", "lockstep.batch.Batch")
 HALF = ("16", "16-mixed")  # what Lightning calls float16 that isn't in all of the model
 
 

@@ -13,9 +13,9 @@ from typing import NoReturn, TypeVar
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import composed
-from lockstep_gpt.launch.main import Program
+from lockstep.errors import UserError
+from lockstep.launch import composed
+from lockstep.launch.main import Program
 
 T = TypeVar("T")
 # What others call a flag.

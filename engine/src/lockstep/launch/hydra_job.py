@@ -16,10 +16,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.run.directory import OUTPUT_DIR, RunDirectory
-from lockstep_gpt.whole_files import replace_text
+from lockstep.errors import UserError
+from lockstep.launch.placement import Placement
+from lockstep.run.directory import OUTPUT_DIR, RunDirectory
+from lockstep.whole_files import replace_text
 
 # Later versions warn about the name of 1.3.
 if hydra.__version__.startswith("1.3."):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import Checked, setting
+from lockstep.errors import UserError
+from lockstep.settings import Checked, setting
 
 
 @dataclass

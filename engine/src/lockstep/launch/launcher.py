@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.distributed.waiting import MeetingError, Waiting
-from lockstep_gpt.errors import ReportedError, RunError, UserError
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.processes import end_process, end_with_parent
-from lockstep_gpt.run.directory import RunDirectory, differences
-from lockstep_gpt.settings import check, counted
+from lockstep.ranks.waiting import MeetingError, Waiting
+from lockstep.errors import ReportedError, RunError, UserError
+from lockstep.exits import Exit
+from lockstep.processes import end_process, end_with_parent
+from lockstep.run.directory import RunDirectory, differences
+from lockstep.settings import check, counted
 
 if TYPE_CHECKING:  # the parent of an agent never imports torch
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def meet(join_seconds: float) -> Store | None:
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size == 1:
         return None
-    from lockstep_gpt.distributed import store
+    from lockstep.ranks import store
 
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     hint = (

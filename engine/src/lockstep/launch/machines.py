@@ -8,14 +8,14 @@ import threading
 import time
 from typing import Any
 
-from lockstep_gpt.distributed.address import is_rehearsal, own_address
-from lockstep_gpt.distributed.waiting import HINT_SECONDS, print_hint
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch.placement import Launch
-from lockstep_gpt.run import last_line
-from lockstep_gpt.run.directory import RunDirectory, differences
-from lockstep_gpt.settings import check
+from lockstep.ranks.address import is_rehearsal, own_address
+from lockstep.ranks.waiting import HINT_SECONDS, print_hint
+from lockstep.errors import RunError, UserError
+from lockstep.exits import Exit
+from lockstep.launch.placement import Launch
+from lockstep.run import last_line
+from lockstep.run.directory import RunDirectory, differences
+from lockstep.settings import check
 
 HEARTBEATS = 3  # missed in a row until a machine counts as lost
 

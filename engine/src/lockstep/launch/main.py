@@ -23,24 +23,24 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lockstep_gpt import processes, standard_streams, stop_signals
-from lockstep_gpt.errors import ReportedError, RunError, UserError, refusing_long_names
-from lockstep_gpt.exits import after_signal
-from lockstep_gpt.launch import (
-    composed,
-    continued,
-    devices,
-    hydra_job,
-    launcher,
-    start,
-    targets,
-)
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.launch.start import NewRun
-from lockstep_gpt.logs import LEVELS, log_to_stdout
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import check_choice
-from lockstep_gpt.stop_signals import Interrupted
+from lockstep import processes
+from lockstep import standard_streams
+from lockstep import stop_signals
+from lockstep.errors import ReportedError, RunError, UserError, refusing_long_names
+from lockstep.exits import after_signal
+from lockstep.launch import composed
+from lockstep.launch import continued
+from lockstep.launch import devices
+from lockstep.launch import hydra_job
+from lockstep.launch import launcher
+from lockstep.launch import start
+from lockstep.launch import targets
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.launch.start import NewRun
+from lockstep.logs import LEVELS, log_to_stdout
+from lockstep.run.directory import RunDirectory
+from lockstep.settings import check_choice
+from lockstep.stop_signals import Interrupted
 
 
 def main(
@@ -120,7 +120,7 @@ class Program:
 
     def rank(self, run: RunDirectory, store: Any = None) -> int:
         """Call the function as one rank, and return the rank's exit status."""
-        from lockstep_gpt.launch import rank
+        from lockstep.launch import rank
 
         function = self.function
         if self.name is not None and self.reference is not None:

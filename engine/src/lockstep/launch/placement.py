@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from lockstep_gpt.launch.launch_settings import LaunchSettings
-from lockstep_gpt.settings import node_of
+from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.settings import node_of
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from hydra.core.utils import configure_log, setup_globals
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed.matrix_products import restored_afterward
-from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks, lost_peers
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Exit, after_signal
-from lockstep_gpt.launch.hydra_job import HYDRA_FILE
-from lockstep_gpt.run import last_line
-from lockstep_gpt.run.callbacks.stopping import Stopped
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.failures import report_failure
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.settings import check_number, node_of
-from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
+from lockstep import stop_signals
+from lockstep.strategies.matrix_products import restored_afterward
+from lockstep.ranks.ranks import LONGEST_WAIT, Ranks, lost_peers
+from lockstep.errors import UserError
+from lockstep.exits import Exit, after_signal
+from lockstep.launch.hydra_job import HYDRA_FILE
+from lockstep.run import last_line
+from lockstep.callbacks.stopping import Stopped
+from lockstep.run.directory import RunDirectory
+from lockstep.run.failures import report_failure
+from lockstep.run.run import Run
+from lockstep.settings import check_number, node_of
+from lockstep.run.rank_output import drop_rank_log, routed_output
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
-from lockstep_gpt import processes, standard_streams, stop_signals
-from lockstep_gpt.run import last_line
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep import processes
+from lockstep import standard_streams
+from lockstep import stop_signals
+from lockstep.run import last_line
+from lockstep.run.directory import RunDirectory
 
 MAIN = "__mp_main__"  # the name of a script in a process that only imports it, as Python's own
 

@@ -19,10 +19,10 @@ from typing import Any, cast
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-from lockstep_gpt.exits import SIGNALS, Ending
-from lockstep_gpt.launch.first_signal import FirstSignal
-from lockstep_gpt.run import last_line
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.exits import SIGNALS, Ending
+from lockstep.launch.first_signal import FirstSignal
+from lockstep.run import last_line
+from lockstep.run.directory import RunDirectory
 
 KEY = "stopped_by"  # of the number of the signal
 ENDED = "ended"  # the first part of a machine's key: its ranks have ended

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from lockstep_gpt.launch.module_texts import (
+from lockstep.launch.module_texts import (
     Binding,
     Bindings,
     bindings_in,
@@ -43,13 +43,13 @@ KEEPING = {
     "pytorch_lightning.utilities.argparse._defaults_from_env_vars",
 }
 KEEPING_CLASS = {
-    "lockstep_gpt.settings.not_a_config",
+    "lockstep.settings.not_a_config",
     "typing.final",
     "typing.runtime_checkable",
     "typing_extensions.final",
 }
 DATACLASS = "dataclasses.dataclass"
-SETTING = "lockstep_gpt.settings.setting"  # which returns a field
+SETTING = "lockstep.settings.setting"  # which returns a field
 NAMED_TUPLE = "typing.NamedTuple"
 PROTOCOL = "typing.Protocol"
 # Classes that take whatever the `__init__` of a class derived from them takes.

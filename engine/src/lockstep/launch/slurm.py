@@ -4,8 +4,8 @@ import os
 import re
 import socket
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.launch_settings import LaunchSettings
+from lockstep.errors import UserError
+from lockstep.launch.launch_settings import LaunchSettings
 
 # Rank 0 listens at one of these ports, by job and step.
 FIRST_PORT = 20_000

@@ -12,22 +12,21 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.errors import ReportedError, UserError
-from lockstep_gpt.exits import Ending, Exit
-from lockstep_gpt.launch import (
-    launcher,
-    machines,
-    rank_program,
-    supervise,
-)
-from lockstep_gpt.launch.placement import Launch
-from lockstep_gpt.processes import end_process
-from lockstep_gpt.run import last_line, trust
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.ending import release_memory
-from lockstep_gpt.run.memory.files import remove_abandoned
-from lockstep_gpt.stop_signals import Interrupted
+from lockstep import stop_signals
+from lockstep.errors import ReportedError, UserError
+from lockstep.exits import Ending, Exit
+from lockstep.launch import launcher
+from lockstep.launch import machines
+from lockstep.launch import rank_program
+from lockstep.launch import supervise
+from lockstep.launch.placement import Launch
+from lockstep.processes import end_process
+from lockstep.run import last_line
+from lockstep.run import trust
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.ending import release_memory
+from lockstep.memory.files import remove_abandoned
+from lockstep.stop_signals import Interrupted
 
 Call = Callable[..., int]  # of a run directory, and where ranks of a launcher have met
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]  # as `RunStart.prepare`

@@ -7,14 +7,14 @@ import signal
 import subprocess
 from typing import Any
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.damaged_files import read_object
-from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
-from lockstep_gpt.launch import agent_program
-from lockstep_gpt.launch.placement import Launch
-from lockstep_gpt.run import last_line
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.ending import release_memory
+from lockstep import stop_signals
+from lockstep.damaged_files import read_object
+from lockstep.exits import SIGNALS, Ending, Exit, after_signal
+from lockstep.launch import agent_program
+from lockstep.launch.placement import Launch
+from lockstep.run import last_line
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.ending import release_memory
 
 # For glibc: else each step maps its large tensors again, and the system clears their pages.
 KEEP_MEMORY = {

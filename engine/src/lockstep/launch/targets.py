@@ -11,17 +11,17 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch.module_texts import (
+from lockstep.errors import UserError
+from lockstep.launch.module_texts import (
     hides_submodule,
     names_in,
     submodule,
     submodules,
     top_module,
 )
-from lockstep_gpt.launch.signatures import Signature, Values, signature_of
-from lockstep_gpt.optional import refuse_absent
-from lockstep_gpt.settings import as_typed
+from lockstep.launch.signatures import Signature, Values, signature_of
+from lockstep.optional import refuse_absent
+from lockstep.settings import as_typed
 
 # Lightning's logger -> its library, an optional dependency of the same name.
 TRACKERS = {"MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard"}

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep_gpt.damaged_files import readable, refuse_misplaced
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint import checkpoints_in
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.ending import state_left
+from lockstep.damaged_files import readable, refuse_misplaced
+from lockstep.errors import UserError
+from lockstep.checkpoints.reading import checkpoints_in
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.ending import state_left
 
 
 def refuse_unusable(run: RunDirectory) -> None:

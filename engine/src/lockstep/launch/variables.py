@@ -6,8 +6,8 @@ Else each rank fails when it wants to connect, and ranks of other machines wait 
 import os
 import socket
 
-from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.settings import check
+from lockstep.launch.placement import Placement
+from lockstep.settings import check
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"

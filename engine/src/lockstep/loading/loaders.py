@@ -25,11 +25,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.loading import worker_processes
-from lockstep_gpt.loading.data_place import DataPlace, data_place
-from lockstep_gpt.loading.feeding import Feed, groups_of
-from lockstep_gpt.loading.order import (
+from lockstep.errors import UserError
+from lockstep.loading import worker_processes
+from lockstep.loading.data_place import DataPlace, data_place
+from lockstep.loading.feeding import Feed, groups_of
+from lockstep.loading.order import (
     HasPast,
     Order,
     Places,
@@ -37,7 +37,7 @@ from lockstep_gpt.loading.order import (
     Shuffled,
     eval_parts,
 )
-from lockstep_gpt.loading.reading import BatchReader, Collate, Pad
+from lockstep.loading.reading import BatchReader, Collate, Pad
 
 Workers = int | Literal["thread"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.loading.permutation import permute
+from lockstep.loading.permutation import permute
 
 Positions = npt.NDArray[np.int64]
 Order = Callable[[Positions], Positions]  # positions of a run, any shape -> samples

@@ -4,7 +4,7 @@ import os
 import signal
 from types import FrameType
 
-from lockstep_gpt.processes import STOP_SIGNALS, end_with_parent
+from lockstep.processes import STOP_SIGNALS, end_with_parent
 
 
 def begin(rank: int, _number: int) -> None:

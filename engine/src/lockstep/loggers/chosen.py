@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lockstep_gpt.building import build, imported
-from lockstep_gpt.processes import limit_exit
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
-from lockstep_gpt.run.loggers.tracking import ContinuedRun, TrackedRun, git_state
+from lockstep.building import build, imported
+from lockstep.processes import limit_exit
+from lockstep.run.directory import RunDirectory
+from lockstep.loggers.tracker_guard import TrackerGuard
+from lockstep.loggers.tracking import ContinuedRun, TrackedRun, git_state
 
 SECONDS = 30.0  # for a call of a tracker, such as wandb, until the run goes on without it
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

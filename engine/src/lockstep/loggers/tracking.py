@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.loggers import Logger
 
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.whole_files import replace_text
+from lockstep.run.directory import RunDirectory
+from lockstep.whole_files import replace_text
 
 logger = logging.getLogger(__name__)
 

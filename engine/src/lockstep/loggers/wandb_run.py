@@ -18,17 +18,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.loggers import WandbLogger
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.processes import tool
-from lockstep_gpt.run.checkpoint_sums import files_of
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.step_rows import StepRows
-from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
-from lockstep_gpt.run.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
-from lockstep_gpt.run.loggers.wandb_patches import guard_rows, kill_service, quick_start
-from lockstep_gpt.run.metrics_rows import STEP
-from lockstep_gpt.settings import check, check_choice
-from lockstep_gpt.whole_files import replace_text
+from lockstep.errors import UserError
+from lockstep.processes import tool
+from lockstep.checkpoints.sums import files_of
+from lockstep.run.directory import RunDirectory
+from lockstep.loggers.step_rows import StepRows
+from lockstep.loggers.tracker_guard import TrackerGuard
+from lockstep.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
+from lockstep.patches.wandb import guard_rows, kill_service, quick_start
+from lockstep.metrics.rows import STEP
+from lockstep.settings import check, check_choice
+from lockstep.whole_files import replace_text
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run

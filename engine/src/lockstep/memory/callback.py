@@ -10,29 +10,29 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 
-from lockstep_gpt.distributed.ranks import (
+from lockstep.ranks.ranks import (
     Ranks,
     from_each_rank,
     from_rank_zero,
     is_restart,
 )
-from lockstep_gpt.distributed.restored_states import copy_restored_state
-from lockstep_gpt.distributed.strategies import ShardedStates, layout_of
-from lockstep_gpt.lightning_patches import state_of
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.guards import without_comparison
-from lockstep_gpt.run.callbacks.step import StepCallback, ends_epoch, only
-from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.checkpoint import step_of
-from lockstep_gpt.run.checkpoint_room import size_of
-from lockstep_gpt.run.finite_states import own_part, refuse_broken_state
-from lockstep_gpt.run.memory import files
-from lockstep_gpt.run.memory.files import KeptState, SharedMemoryError, make_folder
-from lockstep_gpt.run.memory.room import refuse_little_room
-from lockstep_gpt.run.memory.turns import MemoryTurns
-from lockstep_gpt.run.memory.writer import MemoryWriter, writer_of
-from lockstep_gpt.run.run import Run
-from lockstep_gpt.settings import check, counted, not_a_config
+from lockstep.strategies.restored_states import copy_restored_state
+from lockstep.strategies.placing import ShardedStates, layout_of
+from lockstep.patches.lightning import state_of
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.callbacks.guards import without_comparison
+from lockstep.callbacks.step import StepCallback, ends_epoch, only
+from lockstep.callbacks.stopping import GracefulStop
+from lockstep.checkpoints.reading import step_of
+from lockstep.checkpoints.room import size_of
+from lockstep.checkpoints.finite_states import own_part, refuse_broken_state
+from lockstep.memory import files
+from lockstep.memory.files import KeptState, SharedMemoryError, make_folder
+from lockstep.memory.room import refuse_little_room
+from lockstep.memory.turns import MemoryTurns
+from lockstep.memory.writer import MemoryWriter, writer_of
+from lockstep.run.run import Run
+from lockstep.settings import check, counted, not_a_config
 
 logger = logging.getLogger(__name__)
 

@@ -3,16 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from lockstep_gpt.exits import Ending, Exit
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.files import (
+from lockstep.exits import Ending, Exit
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.files import (
     KeptState,
     SharedMemoryError,
     identity_of,
     remove_states,
     states_in,
 )
-from lockstep_gpt.run.memory.held_states import held_by
+from lockstep.memory.held_states import held_by
 
 
 def state_left(run: RunDirectory) -> KeptState | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux's file system in memory; other systems have none
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep_gpt.run.memory.files import KeptState
+from lockstep.memory.files import KeptState
 
 
 class HeldShards(NamedTuple):

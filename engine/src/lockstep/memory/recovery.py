@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep_gpt.distributed.machine_ring import pieces_of
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, gloo_group
-from lockstep_gpt.run.memory.files import (
+from lockstep.ranks.machine_ring import pieces_of
+from lockstep.ranks.ranks import Ranks, from_each_rank, gloo_group
+from lockstep.memory.files import (
     Header,
     Identity,
     KeptState,
     SharedMemoryError,
     states_in,
 )
-from lockstep_gpt.run.memory.states import is_intact, mapped
-from lockstep_gpt.run.memory.writer import MemoryWriter
+from lockstep.memory.states import is_intact, mapped
+from lockstep.memory.writer import MemoryWriter
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from lockstep_gpt.run.memory.files import SharedMemoryError
+from lockstep.memory.files import SharedMemoryError
 
 MEMORY = Path("/proc/meminfo")  # in KiB; only on Linux
 CONTAINER = Path("/sys/fs/cgroup")  # of a container, with limits in bytes

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from lockstep_gpt.distributed.machine_ring import MachineRing, wait_for
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, is_rank_zero
-from lockstep_gpt.run.memory.files import (
+from lockstep.ranks.machine_ring import MachineRing, wait_for
+from lockstep.ranks.ranks import Ranks, from_each_rank, is_rank_zero
+from lockstep.memory.files import (
     Header,
     Identity,
     KeptState,
     SharedMemoryError,
     make_folder,
 )
-from lockstep_gpt.run.memory.held_states import (
+from lockstep.memory.held_states import (
     HeldShards,
     Transfer,
     explain_loss,
@@ -25,9 +25,9 @@ from lockstep_gpt.run.memory.held_states import (
     parts_of,
     transfers_of,
 )
-from lockstep_gpt.run.memory.shards import RankShards, name_of, shards_in
-from lockstep_gpt.run.memory.slots import Slot, SlotPair
-from lockstep_gpt.run.memory.states import is_intact, mapped
+from lockstep.memory.shards import RankShards, name_of, shards_in
+from lockstep.memory.slots import Slot, SlotPair
+from lockstep.memory.states import is_intact, mapped
 
 logger = logging.getLogger(__name__)
 

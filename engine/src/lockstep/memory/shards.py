@@ -10,9 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.machine_ring import MachineRing, NoRoomError
-from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero
-from lockstep_gpt.run.memory.files import (
+from lockstep.ranks.machine_ring import MachineRing, NoRoomError
+from lockstep.ranks.ranks import Ranks, from_rank_zero
+from lockstep.memory.files import (
     Header,
     Identity,
     KeptState,
@@ -20,8 +20,8 @@ from lockstep_gpt.run.memory.files import (
     make_folder,
     states_in,
 )
-from lockstep_gpt.run.memory.held_states import held_by
-from lockstep_gpt.run.memory.slots import Slot, SlotPair
+from lockstep.memory.held_states import held_by
+from lockstep.memory.slots import Slot, SlotPair
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.run.memory.files import (
+from lockstep.memory.files import (
     HEADER_BYTES,
     SEAL_BYTES,
     Header,
@@ -26,8 +26,8 @@ from lockstep_gpt.run.memory.files import (
     SharedMemoryError,
     digest_of,
 )
-from lockstep_gpt.run.memory.room import bytes_left
-from lockstep_gpt.run.memory.states import Place
+from lockstep.memory.room import bytes_left
+from lockstep.memory.states import Place
 
 ALIGNMENT = 64  # bytes; where vector instructions are fastest
 # Values that nothing changes in place.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.state_keys import SHAPES, SHARDS
-from lockstep_gpt.run.checkpoint_content import UNREADABLE, add_shards
-from lockstep_gpt.run.memory.files import (
+from lockstep.strategies.state_keys import SHAPES, SHARDS
+from lockstep.checkpoints.content import UNREADABLE, add_shards
+from lockstep.memory.files import (
     HEADER_BYTES,
     KeptState,
     SharedMemoryError,

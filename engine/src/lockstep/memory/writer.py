@@ -10,10 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning import Trainer
 
-from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.copies import DeviceCopies
-from lockstep_gpt.run.memory.files import (
+from lockstep.ranks.ranks import LONGEST_WAIT, Ranks
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.copies import DeviceCopies
+from lockstep.memory.files import (
     Identity,
     KeptState,
     SharedMemoryError,
@@ -22,9 +22,9 @@ from lockstep_gpt.run.memory.files import (
     make_folder,
     remove_states,
 )
-from lockstep_gpt.run.memory.shards import RankShards
-from lockstep_gpt.run.memory.slots import Layout, Slot, SlotPair
-from lockstep_gpt.run.memory.states import mapped
+from lockstep.memory.shards import RankShards
+from lockstep.memory.slots import Layout, Slot, SlotPair
+from lockstep.memory.states import mapped
 
 logger = logging.getLogger(__name__)
 

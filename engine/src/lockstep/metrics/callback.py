@@ -14,17 +14,17 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.optimizers import is_compiled
-from lockstep_gpt.distributed.peaks import FORMS, peak_of
-from lockstep_gpt.loading.loaders import TrainLoader
-from lockstep_gpt.processes import freeze_lasting_objects
-from lockstep_gpt.run.callbacks.step import InRow, StepCallback
-from lockstep_gpt.run.epoch_values import EpochValues
-from lockstep_gpt.run.loggers.step_rows import StepNumber, log_row, number_rows
-from lockstep_gpt.run.means import Mean, entries_of_ranks, means_of
-from lockstep_gpt.run.metrics_rows import COLUMNS, OF_TOKENS
-from lockstep_gpt.settings import check_number, check_whole, not_a_config
+from lockstep.batch import Batch
+from lockstep.strategies.optimizers import is_compiled
+from lockstep.ranks.peaks import FORMS, peak_of
+from lockstep.loading.loaders import TrainLoader
+from lockstep.processes import freeze_lasting_objects
+from lockstep.callbacks.step import InRow, StepCallback
+from lockstep.metrics.epoch_values import EpochValues
+from lockstep.loggers.step_rows import StepNumber, log_row, number_rows
+from lockstep.metrics.mean import Mean, entries_of_ranks, means_of
+from lockstep.metrics.rows import COLUMNS, OF_TOKENS
+from lockstep.settings import check_number, check_whole, not_a_config
 
 logger = logging.getLogger(__name__)
 

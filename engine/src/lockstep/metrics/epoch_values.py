@@ -14,9 +14,9 @@ from lightning import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep_gpt.distributed.ranks import from_each_rank
-from lockstep_gpt.lightning_patches import epoch_sums
-from lockstep_gpt.run.means import Mean
+from lockstep.ranks.ranks import from_each_rank
+from lockstep.patches.lightning import epoch_sums
+from lockstep.metrics.mean import Mean
 
 logger = logging.getLogger(__name__)
 

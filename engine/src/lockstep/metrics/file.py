@@ -9,10 +9,10 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.step_rows import StepRows
-from lockstep_gpt.run.metrics_rows import STEP, read_metrics
-from lockstep_gpt.whole_files import replace_text
+from lockstep.run.directory import RunDirectory
+from lockstep.loggers.step_rows import StepRows
+from lockstep.metrics.rows import STEP, read_metrics
+from lockstep.whole_files import replace_text
 
 
 class MetricsFile(StepRows, Logger):

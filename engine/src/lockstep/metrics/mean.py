@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep.ranks.ranks import from_each_rank
 
 Entry = tuple[float, float]  # a value, and its weight
 

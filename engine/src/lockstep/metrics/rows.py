@@ -5,8 +5,8 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep_gpt.damaged_files import readable
-from lockstep_gpt.settings import counted
+from lockstep.damaged_files import readable
+from lockstep.settings import counted
 
 logger = logging.getLogger(__name__)
 

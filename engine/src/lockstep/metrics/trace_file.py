@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep_gpt.damaged_files import readable
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.whole_files import replace_text
+from lockstep.damaged_files import readable
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.whole_files import replace_text
 
 DIGITS = 8  # of a number
 FIXED = ("step", "norm", "tokens", "losses", "gradients")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.model.functional import SHORT, causal_attention
+from lockstep.functional import SHORT, causal_attention
 
 # Of a CPU: short documents that follow one another share a product of at most this many tokens,
 SPAN = 192

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.settings import counted
+from lockstep.settings import counted
 
 Numbers = npt.NDArray[np.int64]
 

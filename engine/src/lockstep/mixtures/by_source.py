@@ -8,15 +8,15 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
-from lockstep_gpt.model.functional import perplexity
-from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.loggers.step_rows import log_row
-from lockstep_gpt.run.means import Entry, Mean, exact_mean, replace_mean
-from lockstep_gpt.settings import check_whole
-from lockstep_gpt.tokens.held_out import eval_loaders
-from lockstep_gpt.tokens.shards import load_index
+from lockstep.errors import UserError
+from lockstep.mixtures.mixed_order import MixedOrder
+from lockstep.functional import perplexity
+from lockstep.callbacks.step import StepCallback
+from lockstep.loggers.step_rows import log_row
+from lockstep.metrics.mean import Entry, Mean, exact_mean, replace_mean
+from lockstep.settings import check_whole
+from lockstep.tokens.held_out import eval_loaders
+from lockstep.tokens.shards import load_index
 
 logger = logging.getLogger(__name__)
 EPOCHS = 4  # up to which repeated tokens are nearly as good as new ones (Muennighoff et al. 2023)

@@ -11,16 +11,16 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.attention import (
+from lockstep.errors import UserError
+from lockstep.mixtures.attention import (
     DocumentBounds,
     attention_within,
     block_mask,
     token_mask,
     uses_blocks,
 )
-from lockstep_gpt.settings import check
-from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep.settings import check
+from lockstep.tokens.tokenizer import Tokenizer
 
 
 class Documents:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.turns import Phase, Turns
-from lockstep_gpt.loading.order import Positions, Shuffled
-from lockstep_gpt.loading.permutation import FEW, Words, feistel, round_keys
+from lockstep.errors import UserError
+from lockstep.mixtures.turns import Phase, Turns
+from lockstep.loading.order import Positions, Shuffled
+from lockstep.loading.permutation import FEW, Words, feistel, round_keys
 
 RULE = "share tree"  # by which the sources take turns
 

@@ -14,17 +14,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.renamed import renamed
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.recipe import Recipe, create_folder
-from lockstep_gpt.tokens.shards import Index, Split
-from lockstep_gpt.tokens.sources.file_documents import ENDS
-from lockstep_gpt.tokens.sources.source import Source
-from lockstep_gpt.tokens.tokenizer import Tokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.whole_files import replace_text
+from lockstep.errors import UserError
+from lockstep.mixtures.renamed import renamed
+from lockstep.tokens import shards
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.recipe import Recipe, create_folder
+from lockstep.tokens.shards import Index, Split
+from lockstep.tokens.sources.file_documents import ENDS
+from lockstep.tokens.sources.source import Source
+from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
+from lockstep.whole_files import replace_text
 
 
 class PreparedSources:

@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
-from lockstep_gpt.extras.datasets.mixing import PreparedSources
-from lockstep_gpt.extras.datasets.shares import phases
-from lockstep_gpt.settings import as_typed, check, setting
-from lockstep_gpt.tokens.recipe import Recipe
-from lockstep_gpt.tokens.sources.source import Position, Source, TokenBlock
-from lockstep_gpt.tokens.tokenizer import Tokenizer
+from lockstep.errors import UserError
+from lockstep.mixtures.mixed_order import MixedOrder
+from lockstep.mixtures.mixing import PreparedSources
+from lockstep.mixtures.shares import phases
+from lockstep.settings import as_typed, check, setting
+from lockstep.tokens.recipe import Recipe
+from lockstep.tokens.sources.source import Position, Source, TokenBlock
+from lockstep.tokens.tokenizer import Tokenizer
 
 NAME = r"[A-Za-z0-9_-]+"
 MOST = 255  # sources

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lockstep_gpt.extras.datasets import whole_documents
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.windows import Batch, Stored
+from lockstep.mixtures import whole_documents
+from lockstep.functional import IGNORE
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.windows import Batch, Stored
 
 
 class Window(NamedTuple):

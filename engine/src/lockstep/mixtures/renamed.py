@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources.source import Source
+from lockstep.errors import UserError
+from lockstep.tokens.sources.source import Source
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.turns import Phase
+from lockstep.errors import UserError
+from lockstep.mixtures.turns import Phase
 
 
 def phases(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.extras.datasets.share_tree import Leaf, Node, share_tree
+from lockstep.mixtures.share_tree import Leaf, Node, share_tree
 
 Positions = npt.NDArray[np.int64]
 Counts = list[int]  # windows of each source

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.best_fit import (
+from lockstep.errors import UserError
+from lockstep.mixtures.best_fit import (
     Numbers,
     Packed,
     ends_of_documents,
     windows_of,
 )
-from lockstep_gpt.settings import counted
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
-from lockstep_gpt.whole_files import replacing, sync_folder
+from lockstep.settings import counted
+from lockstep.tokens import shards
+from lockstep.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
+from lockstep.tokens.tokenizer_choice import from_dict
+from lockstep.whole_files import replacing, sync_folder
 
 if TYPE_CHECKING:
-    from lockstep_gpt.tokens.windows import Windows
+    from lockstep.tokens.windows import Windows
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class WholeDocuments:
 
     def open(self, folder: Path, split: str, block_size: int) -> Windows:
         """Return the windows of a split, or raise a `UserError`."""
-        from lockstep_gpt.extras.datasets.packed_windows import (
+        from lockstep.mixtures.packed_windows import (
             PackedWindows,  # needs torch
         )
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lockstep_gpt.training.matrix_placement import (
+from lockstep.muon.placement import (
     MatrixPlacement,
     Rates,
     ReplicatedMatrices,
     by_shape,
     gradients_of,
 )
-from lockstep_gpt.training.owned_matrices import OwnedMatrices
-from lockstep_gpt.training.sharded_matrices import ShardedMatrices
+from lockstep.muon.owned import OwnedMatrices
+from lockstep.muon.sharded import ShardedMatrices
 
 if TYPE_CHECKING:  # it imports Lightning, which takes seconds, and plans need none
     from lightning.pytorch.strategies import Strategy
@@ -57,8 +57,8 @@ class Muon(torch.optim.Optimizer):
         With exact sums, the matrices that a rank works on may not change their bits. Compiled code
         may add the numbers of one matrix in another order than those of a stack, and so may a GPU.
         """
-        from lockstep_gpt.distributed.exact_sums import AddsGradients
-        from lockstep_gpt.distributed.strategies import layout_of
+        from lockstep.strategies.exact_sums import AddsGradients
+        from lockstep.strategies.placing import layout_of
 
         layout = layout_of(strategy)
         is_exact = isinstance(strategy, AddsGradients) and strategy.exact_threads is not None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep_gpt.torch_patches import has_fast_bfloat16
+from lockstep.patches.torch import has_fast_bfloat16
 
 # a, b, c of x -> a x + b x^3 + c x^5, which brings singular values from 0..1 to about 1 in a
 # few steps (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").

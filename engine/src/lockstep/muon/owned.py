@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep_gpt.distributed.gathering import Gathering, gather_stacks
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.torch_patches import compiled_for_each_shape
-from lockstep_gpt.training import orthogonalization
-from lockstep_gpt.training.matrix_placement import (
+from lockstep.ranks.gathering import Gathering, gather_stacks
+from lockstep.ranks.ranks import Ranks
+from lockstep.patches.torch import compiled_for_each_shape
+from lockstep.muon import orthogonalization
+from lockstep.muon.placement import (
     Rates,
     ReplicatedMatrices,
     add_updates,
@@ -25,7 +25,7 @@ from lockstep_gpt.training.matrix_placement import (
     gradients_of,
     updates_of,
 )
-from lockstep_gpt.training.orthogonalization import flops_of
+from lockstep.muon.orthogonalization import flops_of
 
 Shape = tuple[int, ...]
 # Products of matrices this short take less time than sending the result. And a CPU chooses their

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lockstep_gpt.torch_patches import compiled_for_each_shape
-from lockstep_gpt.training import orthogonalization
-from lockstep_gpt.training.orthogonalization import orthogonalized
+from lockstep.patches.torch import compiled_for_each_shape
+from lockstep.muon import orthogonalization
+from lockstep.muon.orthogonalization import orthogonalized
 
 
 class Rates(NamedTuple):

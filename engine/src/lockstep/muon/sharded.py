@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.matrix_exchange import MatrixExchange
-from lockstep_gpt.distributed.tensor_splits import TensorPart
-from lockstep_gpt.torch_patches import compiled_for_each_shape
-from lockstep_gpt.training import orthogonalization
-from lockstep_gpt.training.matrix_placement import (
+from lockstep.muon.exchange import MatrixExchange
+from lockstep.strategies.tensor_splits import TensorPart
+from lockstep.patches.torch import compiled_for_each_shape
+from lockstep.muon import orthogonalization
+from lockstep.muon.placement import (
     Rates,
     add_updates,
     gradients_of,
     nesterov_gradients,
 )
-from lockstep_gpt.training.orthogonalization import flops_of, orthogonalized
+from lockstep.muon.orthogonalization import flops_of, orthogonalized
 
 
 class ShardedMatrices:

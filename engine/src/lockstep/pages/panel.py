@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.pages.recordings import as_json, read_recordings
-from lockstep_gpt.whole_files import write_output
+from lockstep.pages.recordings import as_json, read_recordings
+from lockstep.whole_files import write_output
 
 FILES = Path(__file__).with_name("html")
 SCRIPTS = ("view.js", "chart.js", "cards.js", "panel.js")

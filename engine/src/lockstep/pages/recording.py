@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.extras.pages.noise import Measurement
-from lockstep_gpt.torch_patches import empty_buckets
+from lockstep.pages.noise import Measurement
+from lockstep.patches.torch import empty_buckets
 
 Numbers = npt.NDArray[Any]
 

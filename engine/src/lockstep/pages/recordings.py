@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.damaged_files import read_informative_object
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.whole_files import replace_text
+from lockstep.damaged_files import read_informative_object
+from lockstep.errors import UserError
+from lockstep.whole_files import replace_text
 
 if TYPE_CHECKING:  # commands that read recordings don't need torch
-    from lockstep_gpt.extras.pages.recording import Numbers, Probe, Step
+    from lockstep.pages.recording import Numbers, Probe, Step
 
 FOLDER = "sync"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.pages.runs import Run, read_run
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.whole_files import write_output
+from lockstep.pages.runs import Run, read_run
+from lockstep.optional import import_optional
+from lockstep.whole_files import write_output
 
 # The first panels: their columns of metrics.csv. Each other column has a panel of its own.
 PANELS = (

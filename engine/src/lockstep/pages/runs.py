@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.damaged_files import read_informative_object, read_informative_text
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.metrics_rows import STEP, read_metrics
+from lockstep.damaged_files import read_informative_object, read_informative_text
+from lockstep.run.directory import RunDirectory
+from lockstep.metrics.rows import STEP, read_metrics
 
 TOKENS = "trainer/tokens"
 RECEIPT_LINE = re.compile(r"  (\w+) +(\S.*)")

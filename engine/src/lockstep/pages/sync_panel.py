@@ -11,12 +11,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.distributed.exact_sums import AddsGradients
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.pages.noise import UNMEASURED, NoiseScale, advice
-from lockstep_gpt.extras.pages.panel import panel_page
-from lockstep_gpt.extras.pages.recording import (
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.exact_sums import AddsGradients
+from lockstep.errors import UserError
+from lockstep.pages.noise import UNMEASURED, NoiseScale, advice
+from lockstep.pages.panel import panel_page
+from lockstep.pages.recording import (
     LocalStep,
     MicroBatchNorms,
     Probe,
@@ -24,14 +24,14 @@ from lockstep_gpt.extras.pages.recording import (
     average_like_ddp,
     from_all_ranks,
 )
-from lockstep_gpt.extras.pages.recordings import describe, write_recording
-from lockstep_gpt.processes import invocation
-from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
-from lockstep_gpt.run.loggers.step_rows import log_row
-from lockstep_gpt.run.loggers.tracking import tracked_runs
-from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.settings import check_number, check_whole
-from lockstep_gpt.training.counted_targets import CountTargets
+from lockstep.pages.recordings import describe, write_recording
+from lockstep.processes import invocation
+from lockstep.callbacks.step import StepCallback, updates_after_batch
+from lockstep.loggers.step_rows import log_row
+from lockstep.loggers.tracking import tracked_runs
+from lockstep.metrics.file import MetricsFile
+from lockstep.settings import check_number, check_whole
+from lockstep.callbacks.counted_targets import CountTargets
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import socket
 import struct
 import sys
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import check
+from lockstep.errors import UserError
+from lockstep.settings import check
 
 SIOCGIFADDR = 0x8915  # ioctl(2) request for the address of an interface
 

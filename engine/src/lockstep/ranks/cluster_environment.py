@@ -4,7 +4,7 @@ import os
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from lockstep_gpt.distributed.ranks import Ranks
+from lockstep.ranks.ranks import Ranks
 
 
 class RanksEnvironment(ClusterEnvironment):

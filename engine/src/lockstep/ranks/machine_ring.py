@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep_gpt.distributed.ranks import Ranks, gloo_group
+from lockstep.ranks.ranks import Ranks, gloo_group
 
 PIECE = 1 << 26  # bytes of a message
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep_gpt.distributed.address import (
+from lockstep.ranks.address import (
     address_towards,
     interface_of,
     is_loopback,
     loopback_interface,
 )
-from lockstep_gpt.distributed.store import meet
-from lockstep_gpt.distributed.waiting import MeetingError
-from lockstep_gpt.settings import check
+from lockstep.ranks.store import meet
+from lockstep.ranks.waiting import MeetingError
+from lockstep.settings import check
 
 # Seconds that ranks wait for another one, unless told otherwise. All groups must get the same
 # limit: torch's own defaults are 10 minutes for NCCL, and 30 for gloo.

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lockstep_gpt.distributed.waiting import MeetingError, Waiting
+from lockstep.ranks.waiting import MeetingError, Waiting
 
 LOOKUP_SECONDS = 0.5  # between questions to a name server
 LOOPBACK = ("127.0.0.1", "localhost")

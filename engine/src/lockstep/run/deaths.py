@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from lockstep_gpt.exits import Ending
-from lockstep_gpt.run import remedies
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.exits import Ending
+from lockstep.run import remedies
+from lockstep.run.directory import RunDirectory
 
 TAIL = 20_000  # characters at the end of a log that may say why a process died
 # A line of a Python stack, in code that no package manager has installed.

@@ -17,11 +17,11 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.damaged_files import read_object, readable
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.frozen_file import frozen_text, read_frozen
-from lockstep_gpt.run.lock import RunLock
-from lockstep_gpt.whole_files import replace_text
+from lockstep.damaged_files import read_object, readable
+from lockstep.errors import RunError, UserError
+from lockstep.run.frozen_file import frozen_text, read_frozen
+from lockstep.run.lock import RunLock
+from lockstep.whole_files import replace_text
 
 logger = logging.getLogger(__name__)
 

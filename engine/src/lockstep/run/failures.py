@@ -3,12 +3,13 @@
 import traceback
 from typing import TextIO
 
-from lockstep_gpt.distributed.ranks import Ranks, lost_peers
-from lockstep_gpt.errors import RunError, UserError, describe_error, remedy_of_limit
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.processes import program_name
-from lockstep_gpt.run import last_line, remedies
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks.ranks import Ranks, lost_peers
+from lockstep.errors import RunError, UserError, describe_error, remedy_of_limit
+from lockstep.exits import Exit
+from lockstep.processes import program_name
+from lockstep.run import last_line
+from lockstep.run import remedies
+from lockstep.run.directory import RunDirectory
 
 
 def report_failure(

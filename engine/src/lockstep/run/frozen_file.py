@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.damaged_files import readable
-from lockstep_gpt.errors import UserError
+from lockstep.damaged_files import readable
+from lockstep.errors import UserError
 
 # Its first and last line; a copy that was cut off has only the first.
 BEGIN = "# The run's frozen configuration\n"

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import flat, settled, some_of
-from lockstep_gpt.settings import as_typed
+from lockstep.errors import UserError
+from lockstep.run.directory import flat, settled, some_of
+from lockstep.settings import as_typed
 
 
 def refuse_other_experiment(

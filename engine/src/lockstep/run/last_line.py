@@ -18,15 +18,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.processes import program_name, training_command
-from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
-from lockstep_gpt.run.checkpoint_sums import files_of
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.ending import state_left
-from lockstep_gpt.settings import node_of
-from lockstep_gpt.whole_files import replace_text
+from lockstep.errors import ReportedError, RunError, UserError, describe_error
+from lockstep.exits import Exit
+from lockstep.processes import program_name, training_command
+from lockstep.checkpoints.reading import checkpoints_in, newest_valid, step_of
+from lockstep.checkpoints.sums import files_of
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.ending import state_left
+from lockstep.settings import node_of
+from lockstep.whole_files import replace_text
 
 # Above this size, a checkpoint counts as intact because it is complete: verifying it would delay
 # the line by more than some seconds, and a resume verifies it anyway.

@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 RANK_SECONDS = 5.0  # how long a rank may outlive its command or the previous start of ranks
 

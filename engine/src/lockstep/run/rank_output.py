@@ -11,9 +11,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.logs import LEVELS
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.ranks.ranks import Ranks
+from lockstep.logs import LEVELS
+from lockstep.run.directory import RunDirectory
 
 # Lightning prints these. They are true, but don't help a reader of our receipt.
 NOISE = [

@@ -5,11 +5,11 @@ import torch.distributed as dist
 from lightning import Trainer
 from torch import nn
 
-from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.distributed.ranks import backend_here
-from lockstep_gpt.lightning_patches import synchronizes_batchnorm
-from lockstep_gpt.settings import counted
-from lockstep_gpt.torch_patches import BatchNorm
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.ranks.ranks import backend_here
+from lockstep.patches.lightning import synchronizes_batchnorm
+from lockstep.settings import counted
+from lockstep.patches.torch import BatchNorm
 
 
 def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from lightning import Trainer
 
-from lockstep_gpt.damaged_files import absence_of, refuse_misplaced
-from lockstep_gpt.distributed.ranks import (
+from lockstep.damaged_files import absence_of, refuse_misplaced
+from lockstep.ranks.ranks import (
     LONGEST_WAIT,
     Ranks,
     from_each_rank,
@@ -17,25 +17,25 @@ from lockstep_gpt.distributed.ranks import (
     is_rank_zero,
     ranks_unlike_rank_zero,
 )
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run import checkpoint as files
-from lockstep_gpt.run.checkpoint_content import (
+from lockstep.errors import UserError
+from lockstep.checkpoints import reading as files
+from lockstep.checkpoints.content import (
     NEEDED_TO_RESUME,
     refuse_broken_weights,
     shards_of,
 )
-from lockstep_gpt.run.checkpoint_room import (
+from lockstep.checkpoints.room import (
     refuse_full_disk,
     refuse_large_file,
     size_of,
 )
-from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.directory import RunDirectory, some_of
-from lockstep_gpt.run.memory.files import KeptState, identity_of, remove_states
-from lockstep_gpt.run.memory.recovery import newest_in_memory, newest_whole_step
-from lockstep_gpt.run.memory.shard_recovery import newest_shards
-from lockstep_gpt.run.memory.writer import MemoryWriter
-from lockstep_gpt.settings import counted
+from lockstep.checkpoints.sums import VerifiedCheckpoint
+from lockstep.run.directory import RunDirectory, some_of
+from lockstep.memory.files import KeptState, identity_of, remove_states
+from lockstep.memory.recovery import newest_in_memory, newest_whole_step
+from lockstep.memory.shard_recovery import newest_shards
+from lockstep.memory.writer import MemoryWriter
+from lockstep.settings import counted
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
 
-from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
-from lockstep_gpt.distributed.flight_recorder import record_collectives
-from lockstep_gpt.distributed.ranks import (
+from lockstep.ranks.cluster_environment import RanksEnvironment
+from lockstep.ranks.flight_recorder import record_collectives
+from lockstep.ranks.ranks import (
     LONGEST_WAIT,
     Ranks,
     backend_of,
@@ -30,33 +30,33 @@ from lockstep_gpt.distributed.ranks import (
     join,
     leave,
 )
-from lockstep_gpt.distributed.waiting import MeetingError
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint_copies import copies_of, fetch
-from lockstep_gpt.run.checkpoint_io import AtomicCheckpointIO
-from lockstep_gpt.run.checkpoint_sums import VerifiedCheckpoint
-from lockstep_gpt.run.checkpoint_writing import checkpoint_io
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.kept import refuse_other_experiment
-from lockstep_gpt.run.loggers.chosen import chosen_loggers
-from lockstep_gpt.run.loggers.tracking import WANDB_ID, read_id, tracked_runs
-from lockstep_gpt.run.memory.files import KeptState
-from lockstep_gpt.run.memory.writer import KeepsStates
-from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.run.metrics_rows import STEP
-from lockstep_gpt.run.receipt import facts_of
-from lockstep_gpt.run.resuming import (
+from lockstep.ranks.waiting import MeetingError
+from lockstep.errors import RunError, UserError
+from lockstep.callbacks.arithmetic import Arithmetic
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks.step import InReceipt, InSummary
+from lockstep.callbacks.weight_hashes import WeightHashes
+from lockstep.checkpoints.copies import copies_of, fetch
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.sums import VerifiedCheckpoint
+from lockstep.checkpoints.writing import checkpoint_io
+from lockstep.run.directory import RunDirectory
+from lockstep.run.kept import refuse_other_experiment
+from lockstep.loggers.chosen import chosen_loggers
+from lockstep.loggers.tracking import WANDB_ID, read_id, tracked_runs
+from lockstep.memory.files import KeptState
+from lockstep.memory.writer import KeepsStates
+from lockstep.metrics.file import MetricsFile
+from lockstep.metrics.rows import STEP
+from lockstep.run.receipt import facts_of
+from lockstep.run.resuming import (
     CompareSettings,
     RefuseUnfit,
     refuse_other_directory,
     refuse_small_disk,
     state_to_resume,
 )
-from lockstep_gpt.settings import check, counted
+from lockstep.settings import check, counted
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from lockstep_gpt.run.directory import some_of
+from lockstep.run.directory import some_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Folders of the package, and its own files.

@@ -12,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory, flat, settled, some_of
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory, flat, settled, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed.sharded_states import (
+from lockstep.strategies.sharded_states import (
     copied_to_host,
     shares_in,
     without_shares,

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from lockstep_gpt.distributed.gathering import ALL_GATHER
-from lockstep_gpt.distributed.optimizers import PreparesOptimizers
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.torch_patches import BatchNorm
+from lockstep.ranks.gathering import ALL_GATHER
+from lockstep.strategies.optimizers import PreparesOptimizers
+from lockstep.errors import UserError
+from lockstep.patches.torch import BatchNorm
 
 
 class PairwiseSum:

@@ -21,26 +21,26 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lockstep_gpt.distributed.checkpoint_parts import write_part
-from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
-from lockstep_gpt.distributed.mean_of_counts import MeanOfCounts
-from lockstep_gpt.distributed.optimizers import PreparesOptimizers
-from lockstep_gpt.distributed.rank_states import (
+from lockstep.strategies.checkpoint_parts import write_part
+from lockstep.strategies.gradient_norms import norm_of_gradients
+from lockstep.ranks.mean_of_counts import MeanOfCounts
+from lockstep.strategies.optimizers import PreparesOptimizers
+from lockstep.strategies.rank_states import (
     is_of_rank,
     state_of_rank,
     with_own_shards,
 )
-from lockstep_gpt.distributed.sharded_states import (
+from lockstep.strategies.sharded_states import (
     OwnShard,
     gathered,
     share_of,
 )
-from lockstep_gpt.distributed.tensor_parallel import refuse_unsplittable, split_model
-from lockstep_gpt.distributed.tensor_splits import TensorPart, TensorRanks, split_of
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.lightning_patches import skip_teardown, synchronizes_batchnorm
-from lockstep_gpt.settings import check
-from lockstep_gpt.torch_patches import limit_waits
+from lockstep.strategies.tensor_parallel import refuse_unsplittable, split_model
+from lockstep.strategies.tensor_splits import TensorPart, TensorRanks, split_of
+from lockstep.errors import UserError
+from lockstep.patches.lightning import skip_teardown, synchronizes_batchnorm
+from lockstep.settings import check
+from lockstep.patches.torch import limit_waits
 
 PRECISIONS = ("32-true", "bf16-mixed")  # in which shards are updated as whole weights are
 
@@ -156,7 +156,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         if not any(isinstance(weight, DTensor) for weight in module.parameters()):
             raise UserError(
                 f"strategy=fsdp2 shards what `configure_model` of {type(module).__name__} gives to "
-                "`lockstep_gpt.distributed.strategies.place`, which is nothing; write "
+                "`lockstep.strategies.placing.place`, which is nothing; write "
                 "`place(self.net, self.trainer.strategy)` there, or set strategy=ddp"
             )
         super().setup(trainer)

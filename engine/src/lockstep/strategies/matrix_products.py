@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep.ranks.ranks import from_each_rank
 
 EXACT_ENOUGH = 1e-5  # relative error of a matrix product; one float32 operation rounds by 6e-8
 OF_GPUS = {"cuda": "TF32", "mps": "Metal"}  # as a receipt names them

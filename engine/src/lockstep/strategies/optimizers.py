@@ -7,7 +7,7 @@ from lightning import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lockstep_gpt.distributed.restored_states import copy_restored_state
+from lockstep.strategies.restored_states import copy_restored_state
 
 COMPILED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that `place` has compiled
 

@@ -13,15 +13,15 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.distributed.ddp import COMM_HOOKS, DDPStrategy, comm_hook_of
-from lockstep_gpt.distributed.exact_sums import SingleDeviceStrategy
-from lockstep_gpt.distributed.gradient_norms import norm_of_gradients
-from lockstep_gpt.distributed.optimizers import COMPILED
-from lockstep_gpt.distributed.ranks import LONGEST_WAIT, Ranks
-from lockstep_gpt.distributed.tensor_splits import TensorPart
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import (
+from lockstep.batch import Batch
+from lockstep.strategies.ddp import COMM_HOOKS, DDPStrategy, comm_hook_of
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.strategies.gradient_norms import norm_of_gradients
+from lockstep.strategies.optimizers import COMPILED
+from lockstep.ranks.ranks import LONGEST_WAIT, Ranks
+from lockstep.strategies.tensor_splits import TensorPart
+from lockstep.errors import UserError
+from lockstep.settings import (
     check,
     check_choice,
     check_number,
@@ -265,7 +265,7 @@ def fsdp2(
     if world_size == 1:
         return SingleDeviceStrategy()
     # Only here: it imports all of torch's DTensor.
-    from lockstep_gpt.distributed.fsdp2 import build_fsdp2
+    from lockstep.strategies.fsdp2 import build_fsdp2
 
     return build_fsdp2(
         world_size,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep_gpt.distributed.sharded_states import OwnShard, shares_in, without_shares
-from lockstep_gpt.distributed.state_keys import SHAPES, SHARDS
+from lockstep.strategies.sharded_states import OwnShard, shares_in, without_shares
+from lockstep.strategies.state_keys import SHAPES, SHARDS
 
 
 def state_of_rank(

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep_gpt.distributed.tensor_splits import TensorPart
+from lockstep.strategies.tensor_splits import TensorPart
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lockstep_gpt.distributed.tensor_splits import TensorRanks
+from lockstep.strategies.tensor_splits import TensorRanks
 
 
 def sum_outputs(part: Tensor, ranks: TensorRanks) -> Tensor:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep_gpt.distributed.tensor_splits import TensorRanks
-from lockstep_gpt.distributed.tensor_sums import narrowed, sum_gradients
-from lockstep_gpt.model import functional
-from lockstep_gpt.model.functional import IGNORE
+from lockstep.strategies.tensor_splits import TensorRanks
+from lockstep.strategies.tensor_sums import narrowed, sum_gradients
+from lockstep import functional
+from lockstep.functional import IGNORE
 
 
 def split_cross_entropy(

@@ -1,5 +1,5 @@
 """The promise as a test of any experiment: neither devices nor kills change its results."""
 
-from lockstep_gpt.testing.assertion import assert_lockstep
+from lockstep.testing.assertion import assert_lockstep
 
 __all__ = ["assert_lockstep"]

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import counted
-from lockstep_gpt.testing.diagnosis import (
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.settings import counted
+from lockstep.testing.diagnosis import (
     Finding,
     Recording,
     diagnose,
     metric_finding,
     read_recording,
 )
-from lockstep_gpt.testing.experiment import Experiment, FailedRunError, callback, joined
-from lockstep_gpt.testing.results import (
+from lockstep.testing.experiment import Experiment, FailedRunError, callback, joined
+from lockstep.testing.results import (
     STEP,
     Differences,
     Results,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.launch import flags
-from lockstep_gpt.settings import counted
-from lockstep_gpt.testing.assertion import check
-from lockstep_gpt.testing.experiment import FailedRunError
+from lockstep.errors import RunError, UserError
+from lockstep.launch import flags
+from lockstep.settings import counted
+from lockstep.testing.assertion import check
+from lockstep.testing.experiment import FailedRunError
 
 HELP = f"""usage: {PROGRAM} check [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep_gpt.settings import counted
+from lockstep.settings import counted
 
 ROUNDING = 1e-5  # a relative difference below is one of the last digits of a float32
 Line = Mapping[str, Any]  # what a rank has recorded of a step

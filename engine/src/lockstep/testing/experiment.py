@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import counted
+from lockstep.errors import UserError
+from lockstep.exits import Exit
+from lockstep.run.directory import RunDirectory
+from lockstep.settings import counted
 
 LIMIT = 600  # longest time for any one start of a run, in seconds
 POLL = 0.05

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import counted
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.settings import counted
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class Differences(NamedTuple):
 
 def results_of(run: RunDirectory) -> Results:
     """Return the results of a run, from its metrics.csv and its last checkpoint."""
-    from lockstep_gpt.run.checkpoint import checkpoints_in, read_checkpoint
+    from lockstep.checkpoints.reading import checkpoints_in, read_checkpoint
 
     present = checkpoints_in(run.checkpoints)
     if not present:

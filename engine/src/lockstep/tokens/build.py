@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.encoding import BLOCKS, encode_corpus
-from lockstep_gpt.tokens.recipe import (
+from lockstep.errors import RunError, UserError
+from lockstep.tokens import shards
+from lockstep.tokens.encoding import BLOCKS, encode_corpus
+from lockstep.tokens.recipe import (
     Recipe,
     create_folder,
     progress,
     refuse_empty_splits,
     splits_of,
 )
-from lockstep_gpt.tokens.shards import INDEX, Index
-from lockstep_gpt.tokens.sources.source import Position
-from lockstep_gpt.tokens.split_writer import SplitWriter
+from lockstep.tokens.shards import INDEX, Index
+from lockstep.tokens.sources.source import Position
+from lockstep.tokens.split_writer import SplitWriter
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep_gpt.tokens.tokenizer import (
+from lockstep.tokens.tokenizer import (
     END_OF_TEXT,
     Tokens,
     find_cut,

@@ -15,18 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.processes import end_with_parent
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.sources.source import (
+from lockstep.errors import UserError
+from lockstep.processes import end_with_parent
+from lockstep.tokens import shards
+from lockstep.tokens.sources.source import (
     Block,
     Position,
     Source,
     TokenBlock,
     group_by_split,
 )
-from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.tokens.tokenizer import Tokenizer, Tokens
+from lockstep.tokens.tokenizer_choice import from_dict
 
 Result = TypeVar("Result")
 

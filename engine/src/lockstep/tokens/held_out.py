@@ -5,11 +5,11 @@ from pathlib import Path
 
 from lightning import Trainer
 
-from lockstep_gpt.loading.loaders import EvalLoader, Joined, Sized, eval_loader
-from lockstep_gpt.settings import check_whole
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.packing import Packing, Stream
-from lockstep_gpt.tokens.windows import SpreadWindows, Windows
+from lockstep.loading.loaders import EvalLoader, Joined, Sized, eval_loader
+from lockstep.settings import check_whole
+from lockstep.tokens import shards
+from lockstep.tokens.packing import Packing, Stream
+from lockstep.tokens.windows import SpreadWindows, Windows
 
 
 def open_windows(

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.tokenizer import OwnTokenizer, Tokenizer
+from lockstep.errors import UserError
+from lockstep.tokens.tokenizer import OwnTokenizer, Tokenizer
 
 ROOT = __package__.partition(".")[0]
 METHODS = ("train", "encode", "encode_documents", "decode", "to_dict")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from lockstep_gpt.tokens.windows import Windows
+    from lockstep.tokens.windows import Windows
 
 
 class Packing(Protocol):
@@ -30,7 +30,7 @@ class Stream:
 
     def open(self, folder: Path, split: str, block_size: int) -> Windows:
         """Return the windows of a split, or raise a `UserError`."""
-        from lockstep_gpt.tokens.windows import StreamWindows  # needs torch
+        from lockstep.tokens.windows import StreamWindows  # needs torch
 
         return StreamWindows(folder, split, block_size)
 

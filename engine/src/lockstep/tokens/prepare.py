@@ -17,19 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep_gpt.errors import RunError, UserError
-from lockstep_gpt.settings import as_typed
-from lockstep_gpt.tokens import build, shards
-from lockstep_gpt.tokens.recipe import (
+from lockstep.errors import RunError, UserError
+from lockstep.settings import as_typed
+from lockstep.tokens import build
+from lockstep.tokens import shards
+from lockstep.tokens.recipe import (
     BuildsItself,
     Recipe,
     describe,
     folder_of,
     recipe_of,
 )
-from lockstep_gpt.tokens.sources.source import Source
-from lockstep_gpt.tokens.tokenizer import NumberTokenizer
-from lockstep_gpt.whole_files import sync_folder
+from lockstep.tokens.sources.source import Source
+from lockstep.tokens.tokenizer import NumberTokenizer
+from lockstep.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.held_out import counts_within, eval_loaders, open_windows
-from lockstep_gpt.tokens.packing import Packing, Stream
-from lockstep_gpt.tokens.prepare import Run, prepare_once
-from lockstep_gpt.tokens.shards import load_index
-from lockstep_gpt.tokens.sources.source import Source
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.errors import UserError
+from lockstep.tokens.held_out import counts_within, eval_loaders, open_windows
+from lockstep.tokens.packing import Packing, Stream
+from lockstep.tokens.prepare import Run, prepare_once
+from lockstep.tokens.shards import load_index
+from lockstep.tokens.sources.source import Source
+from lockstep.tokens.tokenizer_choice import from_dict
 
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from lockstep_gpt.loading.loaders import Joined, Sized
+    from lockstep.loading.loaders import Joined, Sized
 
 
 class Prepared:

@@ -10,9 +10,9 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.byte_pairs import byte_characters, byte_level
-from lockstep_gpt.tokens.tokenizer import END_OF_TEXT
+from lockstep.errors import UserError
+from lockstep.tokens.byte_pairs import byte_characters, byte_level
+from lockstep.tokens.tokenizer import END_OF_TEXT
 
 SIZE = 50_256  # of GPT-2, whose end of text has the next id
 

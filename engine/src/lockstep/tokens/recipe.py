@@ -12,14 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import counted
-from lockstep_gpt.tokens import shards
-from lockstep_gpt.tokens.shards import Index
-from lockstep_gpt.tokens.sources.file_documents import ENDS
-from lockstep_gpt.tokens.sources.source import SPLITS, Source
-from lockstep_gpt.tokens.split_writer import SplitWriter
-from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
+from lockstep.errors import UserError
+from lockstep.settings import counted
+from lockstep.tokens import shards
+from lockstep.tokens.shards import Index
+from lockstep.tokens.sources.file_documents import ENDS
+from lockstep.tokens.sources.source import SPLITS, Source
+from lockstep.tokens.split_writer import SplitWriter
+from lockstep.tokens.tokenizer import Tokenizer, token_dtype
 
 # Left out of the settings' digest: the tokenizer's identity replaces them.
 APART = {"tokenizer", "vocab_size", "tokenizer_mb"}

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.whole_files import replace_text
+from lockstep.whole_files import replace_text
 
 SEAL = "sha256"  # the key of the hash, the last one in the file
 

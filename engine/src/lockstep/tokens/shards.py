@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import check_whole
-from lockstep_gpt.tokens.mapped_files import map_files
-from lockstep_gpt.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
+from lockstep.errors import UserError
+from lockstep.settings import check_whole
+from lockstep.tokens.mapped_files import map_files
+from lockstep.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
 
 FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep_gpt.tokens.shards import Shard, Split
-from lockstep_gpt.tokens.tokenizer import Tokens
+from lockstep.tokens.shards import Shard, Split
+from lockstep.tokens.tokenizer import Tokens
 
 LIMIT = 256 << 20  # bytes of a token file, unless the source says otherwise
 

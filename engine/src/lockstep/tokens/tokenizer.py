@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -54,7 +54,7 @@ class OwnTokenizer(Tokenizer, Protocol):
     """What a tokenizer of your own needs: `tokenizer` names its class.
 
     The `kind` in the values of `to_dict` is the class's path, such as
-    `lockstep_gpt.tokens.characters.Characters`.
+    `lockstep.tokens.characters.Characters`.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:

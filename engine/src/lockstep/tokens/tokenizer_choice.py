@@ -6,18 +6,18 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens import own_tokenizer
-from lockstep_gpt.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
-from lockstep_gpt.tokens.rank_files import from_ranks
-from lockstep_gpt.tokens.sealed_json import hash_of_file
-from lockstep_gpt.tokens.tokenizer import (
+from lockstep.errors import UserError
+from lockstep.tokens import own_tokenizer
+from lockstep.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
+from lockstep.tokens.rank_files import from_ranks
+from lockstep.tokens.sealed_json import hash_of_file
+from lockstep.tokens.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     NumberTokenizer,
     Tokenizer,
 )
-from lockstep_gpt.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
+from lockstep.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
 
 logger = logging.getLogger(__name__)
 

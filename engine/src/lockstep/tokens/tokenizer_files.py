@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import install_command
+from lockstep.errors import UserError
+from lockstep.optional import install_command
 
 # Names of models with the same tokenizer; a hub has it in the second one's repository.
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep_gpt.loading.order import Positions, spread
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.tokens.shards import check_sizes, load_index, open_splits
+from lockstep.loading.order import Positions, spread
+from lockstep.functional import IGNORE
+from lockstep.tokens.shards import check_sizes, load_index, open_splits
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (B, T) and int64
 

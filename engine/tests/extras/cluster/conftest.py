@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep_gpt.extras.cluster import memory
+from lockstep.cluster import memory
 
 
 @pytest.fixture(scope="session")

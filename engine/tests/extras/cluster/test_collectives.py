@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.cluster import collectives, speed
-from lockstep_gpt.extras.cluster.collectives import (
+from lockstep.ranks.ranks import Ranks
+from lockstep.cluster import collectives
+from lockstep.cluster import speed
+from lockstep.cluster.collectives import (
     Bandwidth,
     examine_bandwidth,
     examine_results,
@@ -14,7 +15,7 @@ from lockstep_gpt.extras.cluster.collectives import (
     slowest,
     table,
 )
-from lockstep_gpt.extras.cluster.examination import Examination
+from lockstep.cluster.examination import Examination
 
 LINK = Bandwidth("within a node", 4, (4096, 10**9), (6e-6, 0.01))
 
@@ -110,7 +111,7 @@ def test_ranks_of_a_gpu_join_and_wait_with_their_device(composed, monkeypatch, b
     examination = Examination(config, {}, ranks, 60, 0.0)
     examination.accelerator = "cuda"
     device = torch.device("cuda", 1)
-    vocabulary = "lockstep_gpt.extras.cluster.examination.vocabulary"
+    vocabulary = "lockstep.cluster.examination.vocabulary"
     monkeypatch.setattr(vocabulary, lambda _: 64)
     with examination._group(SimpleNamespace(store=dist.HashStore()), device):
         examination._speed(device)

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster.hardware import Hardware
+from lockstep.errors import UserError
+from lockstep.cluster.hardware import Hardware
 
 TIMEOUT = 150  # seconds; on an idle machine, no launch takes a tenth of it
 
@@ -178,7 +178,7 @@ def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(comma
 def outside_address():
     """An address of this machine other than loopback; None without a network or `nodes`."""
     try:
-        from lockstep_gpt.launch.address import own_address
+        from lockstep.launch.address import own_address
 
         return own_address("192.0.2.1:9")[0]  # in a documentation network; nothing is sent
     except (ImportError, UserError):

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from lockstep_gpt.extras.cluster.drill import shocks
+from lockstep.cluster.drill import shocks
 
 DRILLS = [
     "a run without faults",

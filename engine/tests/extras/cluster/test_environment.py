@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
-from lockstep_gpt.extras.cluster import environment
-from lockstep_gpt.extras.cluster.environment import (
+from lockstep.cluster import environment
+from lockstep.cluster.environment import (
     examine_disks,
     examine_imports,
     examine_launcher,

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
+from lockstep.ranks.ranks import Ranks
+from lockstep.cluster.facts import Facts, collect, compare
 
 VALUES = {"seed": 1, "launch": {"node_rank": 0}}
 

@@ -4,8 +4,9 @@ import stat
 import pytest
 import torch
 
-from lockstep_gpt.extras.cluster import expectation, gpus
-from lockstep_gpt.extras.cluster.expectation import nvlink, pcie
+from lockstep.cluster import expectation
+from lockstep.cluster import gpus
+from lockstep.cluster.expectation import nvlink, pcie
 
 NVLINK = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)
 \t Link 0: 25 GB/s

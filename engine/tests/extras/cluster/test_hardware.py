@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.distributed.peaks import peak_of
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster.hardware import (
+from lockstep.ranks.peaks import peak_of
+from lockstep.errors import UserError
+from lockstep.cluster.hardware import (
     HARDWARE,
     LINKS,
     Hardware,

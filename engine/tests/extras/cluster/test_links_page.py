@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.extras.cluster.hardware import LINKS
+from lockstep.cluster.hardware import LINKS
 
 PAGE = Path(__file__).parents[3] / "docs/devices.md"
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.cluster.meeting import Absent, examine_clocks, open_meeting
+from lockstep.ranks.ranks import Ranks
+from lockstep.cluster.meeting import Absent, examine_clocks, open_meeting
 
 LIMIT = 1.0
 PATIENCE = 60.0  # enough for ranks that must succeed, even on a busy machine

@@ -10,21 +10,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep_gpt.distributed.strategies import ddp
-from lockstep_gpt.extras.cluster import memory
-from lockstep_gpt.extras.cluster.choices import with_node
-from lockstep_gpt.extras.cluster.fitting import Room
-from lockstep_gpt.extras.cluster.hardware import HARDWARE
-from lockstep_gpt.extras.cluster.memory import (
+from lockstep.strategies.placing import ddp
+from lockstep.cluster import memory
+from lockstep.cluster.choices import with_node
+from lockstep.cluster.fitting import Room
+from lockstep.cluster.hardware import HARDWARE
+from lockstep.cluster.memory import (
     Chunks,
     Footprint,
     States,
     footprint,
 )
-from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing, optimizer_of
-from lockstep_gpt.extras.cluster.tracing import built, step, trace_peak
-from lockstep_gpt.model import functional
-from lockstep_gpt.torch_patches import empty_buckets
+from lockstep.cluster.sharing import Ownership, Sharing, optimizer_of
+from lockstep.cluster.tracing import built, step, trace_peak
+from lockstep import functional
+from lockstep.patches.torch import empty_buckets
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep_gpt.extras.cluster.hardware import HARDWARE
-from lockstep_gpt.extras.cluster.prediction import predict
-from lockstep_gpt.extras.cluster.table import as_text
+from lockstep.cluster.hardware import HARDWARE
+from lockstep.cluster.prediction import predict
+from lockstep.cluster.table import as_text
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 H100 = HARDWARE["h100"]

@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from lockstep_gpt import CONFIGS, PROGRAM, cli
-from lockstep_gpt.extras.cluster.hardware import HARDWARE
-from lockstep_gpt.extras.cluster.plan import OF_GPT2, WORLD_SIZES
-from lockstep_gpt.extras.cluster.prediction import predict
-from lockstep_gpt.extras.cluster.table import amount, span
+from lockstep_gpt import cli
+from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep.cluster.hardware import HARDWARE
+from lockstep.cluster.plan import OF_GPT2, WORLD_SIZES
+from lockstep.cluster.prediction import predict
+from lockstep.cluster.table import amount, span
 
 SMALL = ["plan", "experiment=smoke", "--devices", "1,2,8"]
 
@@ -183,7 +184,7 @@ def test_data_that_are_chosen_decide_the_vocabulary(screen, small_experiments, w
 
 @pytest.mark.slow
 def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
-    from lockstep_gpt.extras.cluster import memory
+    from lockstep.cluster import memory
 
     named = {"gpt2": 124, "gpt2_medium": 355, "gpt2_large": 774, "gpt2_xl": 1558}
     for preset in OF_GPT2:

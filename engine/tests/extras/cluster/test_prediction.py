@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.building import build
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.cluster.fitting import Room
-from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
-from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
-from lockstep_gpt.schedule import scaled_lr
-from lockstep_gpt.training.orthogonalization import flops_of
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.cluster.fitting import Room
+from lockstep.cluster.hardware import HARDWARE, LINKS
+from lockstep.cluster.prediction import predict, vocabulary
+from lockstep.schedule import scaled_lr
+from lockstep.muon.orthogonalization import flops_of
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 H100 = HARDWARE["h100"]

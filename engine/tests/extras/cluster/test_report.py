@@ -1,6 +1,6 @@
 import json
 
-from lockstep_gpt.extras.cluster.report import (
+from lockstep.cluster.report import (
     Finding,
     Report,
     failure,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep_gpt.extras.cluster.speed import Speed, measure, stragglers, table
+from lockstep.cluster.speed import Speed, measure, stragglers, table
 
 
 def rank(compute, memory=10e9):

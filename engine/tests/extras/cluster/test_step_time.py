@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from lockstep_gpt.batch import Batch
-from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
-from lockstep_gpt.extras.cluster.memory import States
-from lockstep_gpt.extras.cluster.sharing import Ownership, Sharing
-from lockstep_gpt.extras.cluster.step_time import (
+from lockstep.batch import Batch
+from lockstep.cluster.hardware import GB, HARDWARE, LINKS
+from lockstep.cluster.memory import States
+from lockstep.cluster.sharing import Ownership, Sharing
+from lockstep.cluster.step_time import (
     MIB,
     Work,
     all_reduce_seconds,
@@ -19,7 +19,7 @@ from lockstep_gpt.extras.cluster.step_time import (
     simple_seconds,
     step_time,
 )
-from lockstep_gpt.extras.cluster.tracing import shaped
+from lockstep.cluster.tracing import shaped
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.extras.cluster.topology import examine, parse
+from lockstep.cluster.topology import examine, parse
 
 LEGEND = """
 Legend:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.mixtures.mixture import Mixture
+from lockstep.tokens.sources.text import Text
 
 KILL = """
 import os, signal, lightning

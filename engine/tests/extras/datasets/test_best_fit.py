@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.datasets import best_fit as placing
-from lockstep_gpt.extras.datasets.best_fit import (
+from lockstep.mixtures import best_fit as placing
+from lockstep.mixtures.best_fit import (
     best_fit,
     ends_of_documents,
     windows_of,

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lockstep_gpt.distributed.ranks import from_each_rank
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.by_source import LossBySource
+from lockstep.ranks.ranks import from_each_rank
+from lockstep.errors import UserError
+from lockstep.mixtures.by_source import LossBySource
 
 SHARES = {"code": 0.75, "prose": 0.25, "old": 0.0}
 

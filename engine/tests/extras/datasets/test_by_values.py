@@ -8,19 +8,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lockstep_gpt.building import build
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.extras.datasets.renamed import renamed
-from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
-from lockstep_gpt.loading.order import RankOrder
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.recipe import splits_of
-from lockstep_gpt.tokens.shards import check_content, load_index, open_split
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.windows import Stored, StreamWindows, read_windows
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.mixtures.mixture import Mixture
+from lockstep.mixtures.renamed import renamed
+from lockstep.mixtures.whole_documents import WholeDocuments
+from lockstep.loading.order import RankOrder
+from lockstep.functional import IGNORE
+from lockstep.settings import setting
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.recipe import splits_of
+from lockstep.tokens.shards import check_content, load_index, open_split
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.windows import Stored, StreamWindows, read_windows
 
 T = 16
 

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lockstep_gpt.extras.datasets.mask import Documents
-from lockstep_gpt.extras.datasets.whole_documents import folder_within
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.mixtures.mask import Documents
+from lockstep.mixtures.whole_documents import folder_within
+from lockstep.run.directory import RunDirectory
 from lockstep_gpt.trained_model import load_model
 
 PACKED = ["packing=documents", "callbacks=[default,documents]"]
@@ -73,7 +73,7 @@ def test_ranks_that_split_a_model_see_the_same_documents(command, lines):
 
 @pytest.mark.slow
 def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
-    if find_spec("lockstep_gpt.extras.pages") is None:
+    if find_spec("lockstep.pages") is None:
         pytest.skip("the panel is an extra of its own, pages")
     panel = ["callbacks=[default,documents,sync_panel]", "callbacks.sync_panel.every=3"]
     words = [*words_for(lines), *panel, "batch.micro_size=2", "max_steps=6", "log_every=3"]
@@ -126,7 +126,7 @@ def test_the_windows_are_packed_before_ranks_start_and_only_once(command, lines)
 def test_a_kept_packing_cannot_change_on_resume(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
     change = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
-    stream = "packing._target_=lockstep_gpt.tokens.packing.Stream"
+    stream = "packing._target_=lockstep.tokens.packing.Stream"
     output = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
     assert f"{stream} instead of " in output
     assert stream in command(*change, stream, status=2).stderr

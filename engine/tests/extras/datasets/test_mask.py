@@ -10,23 +10,23 @@ from omegaconf import OmegaConf
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets import attention
-from lockstep_gpt.extras.datasets.attention import (
+from lockstep.errors import UserError
+from lockstep.mixtures import attention
+from lockstep.mixtures.attention import (
     DocumentBounds,
     block_mask,
     joined,
     token_mask,
 )
-from lockstep_gpt.extras.datasets.mask import (
+from lockstep.mixtures.mask import (
     Documents,
     MaskDocuments,
     mask,
 )
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.model.functional import IGNORE, causal_attention
+from lockstep.functional import IGNORE, causal_attention
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.trained_model import mask_if_configured
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 640}

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.extras.datasets.mixed_order import MixedOrder, seed_of
-from lockstep_gpt.extras.datasets.shares import phases
-from lockstep_gpt.loading.order import RankOrder, Shuffled
+from lockstep.mixtures.mixed_order import MixedOrder, seed_of
+from lockstep.mixtures.shares import phases
+from lockstep.loading.order import RankOrder, Shuffled
 
 SIZES = {"a": 1, "b": 7, "c": 130, "d": 5000}
 T, B = 16, 4

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.windows import StreamWindows
+from lockstep.errors import UserError
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.windows import StreamWindows
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 T = 16

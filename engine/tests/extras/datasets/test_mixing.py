@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import check_content, load_index
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import check_content, load_index
+from lockstep.tokens.sources.text import Text
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 

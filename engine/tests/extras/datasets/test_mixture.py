@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 
 @pytest.mark.parametrize(

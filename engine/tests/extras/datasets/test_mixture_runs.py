@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
-from lockstep_gpt.extras.datasets.turns import Phase
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.mixtures.mixed_order import MixedOrder
+from lockstep.mixtures.turns import Phase
+from lockstep.run.directory import RunDirectory
+from lockstep.tokens.sources.text import Text
 
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
 ROW = (

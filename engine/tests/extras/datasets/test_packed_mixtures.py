@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.tokens.shards import load_index
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.tokens.windows import first_windows, read_windows
+from lockstep.mixtures.mixture import Mixture
+from lockstep.mixtures.whole_documents import WholeDocuments
+from lockstep.functional import IGNORE
+from lockstep.tokens.shards import load_index
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.windows import first_windows, read_windows
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 B, SEED = 4, 5

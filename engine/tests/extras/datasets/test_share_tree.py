@@ -5,7 +5,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.extras.datasets.share_tree import MOST, Leaf, share_tree
+from lockstep.mixtures.share_tree import MOST, Leaf, share_tree
 
 
 def bounds(shares, node, above=0):

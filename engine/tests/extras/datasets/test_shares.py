@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.shares import exact, phases
+from lockstep.errors import UserError
+from lockstep.mixtures.shares import exact, phases
 
 SIZES = {"code": 1000, "prose": 100}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.extras.datasets.share_tree import MOST
-from lockstep_gpt.extras.datasets.turns import Phase, Turns
+from lockstep.mixtures.share_tree import MOST
+from lockstep.mixtures.turns import Phase, Turns
 
 PREFIX = 3_000
 FEW = 4  # sources up to which each has its share to one window

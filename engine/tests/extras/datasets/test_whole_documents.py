@@ -6,20 +6,20 @@ import threading
 import numpy as np
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets import whole_documents
-from lockstep_gpt.extras.datasets.packed_windows import PackedWindows
-from lockstep_gpt.extras.datasets.whole_documents import (
+from lockstep.errors import UserError
+from lockstep.mixtures import whole_documents
+from lockstep.mixtures.packed_windows import PackedWindows
+from lockstep.mixtures.whole_documents import (
     WholeDocuments,
     folder_within,
     load,
     pack,
 )
-from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.tokens.held_out import counts_within, open_windows
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.functional import IGNORE
+from lockstep.tokens.held_out import counts_within, open_windows
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources.text import Text
 
 
 @pytest.fixture

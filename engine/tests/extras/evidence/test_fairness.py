@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.evidence import fairness
-from lockstep_gpt.extras.evidence.fairness import Setting
-from lockstep_gpt.extras.evidence.measures import measure_of
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.tokens.prepare import DECIDED
+from lockstep.errors import UserError
+from lockstep.evidence import fairness
+from lockstep.evidence.fairness import Setting
+from lockstep.evidence.measures import measure_of
+from lockstep.run.directory import RunDirectory
+from lockstep.tokens.prepare import DECIDED
 
 SIDES = ("old", "new")
 

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from lockstep_gpt.extras.evidence.flips import flip
-from lockstep_gpt.run.checkpoint import checkpoints_in, write_checkpoint
+from lockstep.evidence.flips import flip
+from lockstep.checkpoints.reading import checkpoints_in, write_checkpoint
 
-FLIP = "+callbacks.flip._target_=lockstep_gpt.extras.evidence.flips.FlippedBit"
+FLIP = "+callbacks.flip._target_=lockstep.evidence.flips.FlippedBit"
 # After the callback that flips a bit, so that it sees what the model does.
 TRACE = (
-    "+callbacks.trace._target_=lockstep_gpt.training.trace.Trace",
+    "+callbacks.trace._target_=lockstep.callbacks.trace.Trace",
     "+callbacks.trace.every=2",
 )
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.evidence.intervals import (
+from lockstep.evidence.intervals import (
     FIRST_LOOK,
     PRIOR_VARIANCE,
     fewest_pairs,

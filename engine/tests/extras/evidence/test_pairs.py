@@ -1,7 +1,7 @@
 import json
 
-from lockstep_gpt.extras.evidence.pairs import PairedRuns
-from lockstep_gpt.extras.evidence.sides import Side
+from lockstep.evidence.pairs import PairedRuns
+from lockstep.evidence.sides import Side
 
 
 def test_finished_runs_are_found_among_any_number_of_seeds(tmp_path):

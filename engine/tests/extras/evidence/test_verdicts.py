@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.evidence.budget import Budget
-from lockstep_gpt.extras.evidence.comparison import Comparison
-from lockstep_gpt.extras.evidence.measures import measure_of
-from lockstep_gpt.extras.evidence.page import page_of
-from lockstep_gpt.extras.evidence.sides import sides_of
-from lockstep_gpt.extras.evidence.verdicts import Judge
+from lockstep.errors import UserError
+from lockstep.evidence.budget import Budget
+from lockstep.evidence.comparison import Comparison
+from lockstep.evidence.measures import measure_of
+from lockstep.evidence.page import page_of
+from lockstep.evidence.sides import sides_of
+from lockstep.evidence.verdicts import Judge
 
 LOSSES = [2.10, 2.13, 2.08, 2.11, 2.12]
 

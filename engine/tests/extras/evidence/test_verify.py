@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.evidence import rounding
-from lockstep_gpt.extras.evidence.differences import trace_text
-from lockstep_gpt.extras.evidence.saved_states import differing_numbers
-from lockstep_gpt.run.checkpoint import checkpoints_in, write_checkpoint
-from lockstep_gpt.run.trace_file import TraceRow
+from lockstep.evidence import rounding
+from lockstep.evidence.differences import trace_text
+from lockstep.evidence.saved_states import differing_numbers
+from lockstep.checkpoints.reading import checkpoints_in, write_checkpoint
+from lockstep.metrics.trace_file import TraceRow
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 SHORT = ("max_steps=9", "val_every=6", "checkpoint.every=3", "log_every=2")

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.evidence import workers
-from lockstep_gpt.extras.evidence.workers import environments_of
-from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.placement import Placement
+from lockstep.errors import UserError
+from lockstep.evidence import workers
+from lockstep.evidence.workers import environments_of
+from lockstep.launch import devices
+from lockstep.launch.placement import Placement
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.extras.hub.folder import export
+from lockstep_gpt.hub.folder import export
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
-from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
+from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 
-STDLIB = "lockstep_gpt.tokens.sources.stdlib.StandardLibrary"
+STDLIB = "lockstep.tokens.sources.stdlib.StandardLibrary"
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
 MODELS = {
     "gpt": {},

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt import cli, gpt, modern
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.expected_logits import ACTIVATIONS, gpt2_logits
-from lockstep_gpt.extras.hub.folder import export
-from lockstep_gpt.extras.hub.layouts import GPT2_COMPUTES, LAYOUTS
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep_gpt import cli
+from lockstep_gpt import gpt
+from lockstep_gpt import modern
+from lockstep.errors import UserError
+from lockstep_gpt.hub.expected_logits import ACTIVATIONS, gpt2_logits
+from lockstep_gpt.hub.folder import export
+from lockstep_gpt.hub.layouts import GPT2_COMPUTES, LAYOUTS
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 
 def logits_of(folder, tokens):

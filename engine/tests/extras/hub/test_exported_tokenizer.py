@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.exported_tokenizer import as_files
-from lockstep_gpt.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
+from lockstep.errors import UserError
+from lockstep_gpt.hub.exported_tokenizer import as_files
+from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
 
 ENOUGH = 400  # examples
 UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]))

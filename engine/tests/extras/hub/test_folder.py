@@ -11,17 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep_gpt import cli
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub import folder as module
-from lockstep_gpt.extras.hub.card import MARK
-from lockstep_gpt.extras.hub.folder import export, main
-from lockstep_gpt.optional import install_command
-from lockstep_gpt.run.checkpoint import (
+from lockstep.errors import UserError
+from lockstep_gpt.hub import folder as module
+from lockstep_gpt.hub.card import MARK
+from lockstep_gpt.hub.folder import export, main
+from lockstep.optional import install_command
+from lockstep.checkpoints.reading import (
     read_checkpoint,
     remove_checkpoint,
     write_checkpoint,
 )
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep_gpt.trained_model import load_model
 
 
@@ -196,7 +196,7 @@ def test_an_empty_folder_is_filled(gpt, tmp_path):
 
 
 def test_an_architecture_unknown_to_transformers_is_rejected(shaped, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep_gpt.extras.hub.layouts.LAYOUTS", {"other": None})
+    monkeypatch.setattr("lockstep_gpt.hub.layouts.LAYOUTS", {"other": None})
     with pytest.raises(UserError, match="GPT is not one of other, which transformers"):
         export(saved(shaped(), ByteTokenizer()), tmp_path / "new")
     assert not list(tmp_path.iterdir())

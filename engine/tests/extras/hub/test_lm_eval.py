@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other libraries

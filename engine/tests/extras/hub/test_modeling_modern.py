@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.initial_weights import load_initial_weights
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 
 SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke
 

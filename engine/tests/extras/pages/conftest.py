@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.extras.pages.recordings import read_recordings
-from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep.pages.recordings import read_recordings
+from lockstep.metrics.file import MetricsFile
 
 COMPILED = [
     "precision=bf16-mixed",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.extras.pages.panel import panel_page
-from lockstep_gpt.extras.pages.sync_panel import SyncPanel
-from lockstep_gpt.whole_files import write_output
+from lockstep.pages.panel import panel_page
+from lockstep.pages.sync_panel import SyncPanel
+from lockstep.whole_files import write_output
 
 FILE = Path(__file__).parents[3] / "docs/pages.md"
 if not FILE.is_file():

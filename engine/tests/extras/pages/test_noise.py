@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
-from lockstep_gpt.extras.pages.noise import Measurement, NoiseScale, advice, steps_left
-from lockstep_gpt.extras.pages.sync_panel import SyncPanel
+from lockstep.pages.noise import Measurement, NoiseScale, advice, steps_left
+from lockstep.pages.sync_panel import SyncPanel
 
 
 def gradient_norms(scale, size, small_batch, parts):

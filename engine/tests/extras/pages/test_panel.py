@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.pages.panel import panel_page, render
+from lockstep.pages.panel import panel_page, render
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 NASTY = ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028", "\\", '"', "{}", "größer"]

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.pages.panel import panel_page, render
-from lockstep_gpt.whole_files import write_output
+from lockstep.pages.panel import panel_page, render
+from lockstep.whole_files import write_output
 
 NUMBERS = "rows => rows.map(row => [row.dataset.rank, row.dataset.value])"
 

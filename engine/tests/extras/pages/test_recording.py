@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.extras.pages.recording import (
+from lockstep.pages.recording import (
     MicroBatchNorms,
     Probe,
     average_like_ddp,

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.pages.run_report import outcome, report
-from lockstep_gpt.extras.pages.runs import read_run
-from lockstep_gpt.optional import install_command
-from lockstep_gpt.whole_files import write_output
+from lockstep.pages.run_report import outcome, report
+from lockstep.pages.runs import read_run
+from lockstep.optional import install_command
+from lockstep.whole_files import write_output
 
 pytest.importorskip("matplotlib")
 NASTY = "</pre><img src=x onerror=alert(1)><script>alert(1)</script>"

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from lockstep_gpt.extras.pages.runs import read_curves, read_run
+from lockstep.pages.runs import read_curves, read_run
 
 HEADER = "trainer/step,trainer/tokens,train/loss,val/loss\n"
 

@@ -13,16 +13,16 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lockstep_gpt.data import Tokens
-from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.distributed.strategies import ddp
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.pages.recordings import read_recordings
-from lockstep_gpt.extras.pages.sync_panel import SyncPanel
-from lockstep_gpt.model.functional import IGNORE
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.placing import ddp
+from lockstep.errors import UserError
+from lockstep.pages.recordings import read_recordings
+from lockstep.pages.sync_panel import SyncPanel
+from lockstep.functional import IGNORE
 from lockstep_gpt.module import count_targets
-from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.training.clipping import ClipAndSkip
-from lockstep_gpt.training.counted_targets import CountTargets
+from lockstep.metrics.file import MetricsFile
+from lockstep.callbacks.clipping import ClipAndSkip
+from lockstep.callbacks.counted_targets import CountTargets
 
 ON_TWO = [
     "trainer=cpu",

@@ -67,7 +67,7 @@ def test_a_wrong_setting_fails_in_one_line(monkeypatch, capsys):
 def test_the_sampler_deals_as_the_order_does_and_reshuffles_each_epoch(words):
     from experiment import load
 
-    from lockstep_gpt.loading.order import RankOrder, Shuffled
+    from lockstep.loading.order import RankOrder, Shuffled
 
     experiment = load([*words, "batch.micro_size=2", "batch.global_size=4"], 2)
     size, seed = 8, experiment.config.seed  # a whole number of batches: epochs end with one

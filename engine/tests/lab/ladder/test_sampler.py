@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_gpt.loading.permutation import permute
+from lockstep.loading.permutation import permute
 
 
 @pytest.fixture(scope="module", name="sampler_of")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lockstep_gpt.run.callbacks.arithmetic import Arithmetic
-from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep.callbacks.arithmetic import Arithmetic
+from lockstep.checkpoints.reading import checkpoint_path
 
 
 @pytest.fixture

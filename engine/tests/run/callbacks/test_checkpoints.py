@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning import Callback
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.checkpoint import (
+from lockstep.strategies import placing as strategies
+from lockstep.errors import UserError
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks.step import StepCallback
+from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     newest_valid,
     step_of,
 )
-from lockstep_gpt.run.checkpoint_sums import fault_of
-from lockstep_gpt.run.planned_pauses import saves_after, validations_after
+from lockstep.checkpoints.sums import fault_of
+from lockstep.run.planned_pauses import saves_after, validations_after
 
 
 class Losses(Callback):

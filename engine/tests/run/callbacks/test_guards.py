@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.errors import RunError
-from lockstep_gpt.run.callbacks.guards import Guards, refuse_differing_replicas
+from lockstep.strategies import placing as strategies
+from lockstep.errors import RunError
+from lockstep.callbacks.guards import Guards, refuse_differing_replicas
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 
@@ -157,7 +157,7 @@ import time, warnings
 warnings.simplefilter("ignore")
 from lightning import Callback
 from tests.run.callbacks.test_guards import foreign_run
-from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep.callbacks.guards import Guards
 
 class Hang(Callback):
     def on_train_batch_start(self, trainer, *_):

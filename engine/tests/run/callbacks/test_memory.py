@@ -3,16 +3,16 @@
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.memory import StateInMemory, bytes_of_state
-from lockstep_gpt.run.callbacks.stopping import GracefulStop
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory import files
-from lockstep_gpt.run.memory.files import identity_of, states_in
-from lockstep_gpt.run.memory.states import read_state
-from lockstep_gpt.run.memory.writer import MemoryWriter
-from lockstep_gpt.run.run import Run
+from lockstep.ranks.ranks import Ranks
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.memory.callback import StateInMemory, bytes_of_state
+from lockstep.callbacks.stopping import GracefulStop
+from lockstep.run.directory import RunDirectory
+from lockstep.memory import files
+from lockstep.memory.files import identity_of, states_in
+from lockstep.memory.states import read_state
+from lockstep.memory.writer import MemoryWriter
+from lockstep.run.run import Run
 
 
 @pytest.fixture

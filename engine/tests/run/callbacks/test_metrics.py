@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
-from lockstep_gpt import processes
-from lockstep_gpt.run.callbacks import metrics as metrics_module
-from lockstep_gpt.run.callbacks.metrics import Metrics, peak_memory
-from lockstep_gpt.run.checkpoint import checkpoint_path
-from lockstep_gpt.run.loggers.step_rows import StepRows
-from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.run.metrics_rows import COLUMNS
+from lockstep import processes
+from lockstep.metrics import callback as metrics_module
+from lockstep.metrics.callback import Metrics, peak_memory
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.loggers.step_rows import StepRows
+from lockstep.metrics.file import MetricsFile
+from lockstep.metrics.rows import COLUMNS
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 

@@ -10,9 +10,9 @@ import pytest
 from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.progress import Progress
+from lockstep.errors import UserError
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks.progress import Progress
 
 LINE = (
     r"step (\d)/7  loss \d\.\d{4}  lr \d\.\d\de[+-]\d\d  "

@@ -2,7 +2,7 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt.run.callbacks.step import StepCallback, updates_after_batch
+from lockstep.callbacks.step import StepCallback, updates_after_batch
 
 
 class Steps(StepCallback):

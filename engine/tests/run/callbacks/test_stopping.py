@@ -11,19 +11,19 @@ import torch.distributed as dist
 from lightning import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt import stop_signals
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.errors import RunError
-from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.run.callbacks.metrics import Metrics
-from lockstep_gpt.run.callbacks.stopping import (
+from lockstep import stop_signals
+from lockstep.strategies import placing as strategies
+from lockstep.errors import RunError
+from lockstep.processes import STOP_SIGNALS
+from lockstep.metrics.callback import Metrics
+from lockstep.callbacks.stopping import (
     GracefulStop,
     Stopped,
     StopVote,
 )
-from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
-from lockstep_gpt.run.memory.turns import KEEP, NOT_NOW, NOTHING
-from lockstep_gpt.training import clipping
+from lockstep.checkpoints.reading import checkpoints_in, newest_valid, step_of
+from lockstep.memory.turns import KEEP, NOT_NOW, NOTHING
+from lockstep.callbacks import clipping
 
 DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
 

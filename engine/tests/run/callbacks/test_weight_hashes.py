@@ -3,10 +3,10 @@ import threading
 import pytest
 import torch
 
-from lockstep_gpt.run.callbacks import weight_hashes
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes, digest
-from lockstep_gpt.run.checkpoint import checkpoint_path, newest_valid
-from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
+from lockstep.callbacks import weight_hashes
+from lockstep.callbacks.weight_hashes import WeightHashes, digest
+from lockstep.checkpoints.reading import checkpoint_path, newest_valid
+from lockstep.checkpoints.writing import CopyingCheckpointIO
 
 
 def test_the_checksum_of_weights_depends_on_names_types_shapes_and_bits():

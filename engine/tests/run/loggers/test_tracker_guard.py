@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracker_guard import TrackerGuard
-from lockstep_gpt.run.loggers.tracking import TrackedRun, tracked_runs
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
+from lockstep.loggers.tracker_guard import TrackerGuard
+from lockstep.loggers.tracking import TrackedRun, tracked_runs
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-wandb_module = pytest.importorskip("lockstep_gpt.run.loggers.wandb_run")
+wandb_module = pytest.importorskip("lockstep.loggers.wandb_run")
 
 CONFIG = {"run_name": "mine", "log_every": 1}
 
@@ -333,7 +333,7 @@ def test_wandb_still_has_the_private_names_that_the_guard_uses(tmp_path, monkeyp
 
 IMPORTS = """
 import sys
-from lockstep_gpt.run.loggers import wandb_patches
+from lockstep.patches import wandb as wandb_patches
 import wandb
 before = {*sys.modules}
 run = wandb.init(mode="offline", dir=sys.argv[1], settings=wandb.Settings(silent=True))

@@ -5,7 +5,7 @@ import sys
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lockstep_gpt.run.loggers.tracking import (
+from lockstep.loggers.tracking import (
     WANDB_ID,
     TrackedRun,
     git_state,
@@ -16,7 +16,7 @@ from lockstep_gpt.run.loggers.tracking import (
 
 def test_our_runs_are_tracked_runs_and_other_loggers_are_not(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from lockstep_gpt.run.loggers.wandb_run import WandbRun
+    from lockstep.loggers.wandb_run import WandbRun
 
     assert issubclass(WandbRun, TrackedRun)
     assert list(tracked_runs([CSVLogger(tmp_path)])) == []

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.run.checkpoint_sums import sum_path
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep.errors import UserError
+from lockstep.checkpoints.sums import sum_path
+from lockstep.run.directory import RunDirectory
 
 pytest.importorskip("wandb", reason="wandb is not installed")
-wandb_run = pytest.importorskip("lockstep_gpt.run.loggers.wandb_run")
+wandb_run = pytest.importorskip("lockstep.loggers.wandb_run")
 
 ROOT = Path(__file__).parents[3]
 
@@ -122,8 +122,8 @@ LOG_CHECKPOINT = """
 import sys
 from pathlib import Path
 import wandb
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.wandb_run import log_checkpoints
+from lockstep.run.directory import RunDirectory
+from lockstep.loggers.wandb_run import log_checkpoints
 run = wandb.init(mode="offline", dir=".", settings=wandb.Settings(silent=True))
 directory = RunDirectory(Path.cwd())
 directory.write_summary(dict.fromkeys(["best_checkpoint", "last_checkpoint"], sys.argv[1]))

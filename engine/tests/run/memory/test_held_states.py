@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.run.memory.held_states import (
+from lockstep.memory.held_states import (
     HeldShards,
     Transfer,
     explain_loss,

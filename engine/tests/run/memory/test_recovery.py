@@ -8,14 +8,15 @@ import sys
 import pytest
 import torch
 
-from lockstep_gpt.distributed import machine_ring
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory import files, recovery
-from lockstep_gpt.run.memory.files import identity_of, states_in
-from lockstep_gpt.run.memory.recovery import newest_in_memory
-from lockstep_gpt.run.memory.states import read_state
-from lockstep_gpt.run.memory.writer import MemoryWriter
+from lockstep.ranks import machine_ring
+from lockstep.ranks.ranks import Ranks
+from lockstep.run.directory import RunDirectory
+from lockstep.memory import files
+from lockstep.memory import recovery
+from lockstep.memory.files import identity_of, states_in
+from lockstep.memory.recovery import newest_in_memory
+from lockstep.memory.states import read_state
+from lockstep.memory.writer import MemoryWriter
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_folder_stays_while_a_process_uses_it_that_has_read_it(run):
     assert states_in(identity) == []
     run.write_summary({"status": "done"})  # so that only the process keeps the folder
     code = (
-        "from pathlib import Path; from lockstep_gpt.run.memory import files; "
+        "from pathlib import Path; from lockstep.memory import files; "
         f"files.SHARED_MEMORY = Path({str(files.SHARED_MEMORY)!r}); files.remove_abandoned()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep_gpt.run.memory import room
-from lockstep_gpt.run.memory.files import SharedMemoryError
-from lockstep_gpt.run.memory.slots import Slot
+from lockstep.memory import room
+from lockstep.memory.files import SharedMemoryError
+from lockstep.memory.slots import Slot
 
 
 @pytest.fixture

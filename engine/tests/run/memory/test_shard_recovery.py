@@ -3,29 +3,29 @@
 import pytest
 import torch
 
-from lockstep_gpt.distributed.machine_ring import MachineRing
-from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.run.memory import files
-from lockstep_gpt.run.memory.files import (
+from lockstep.ranks.machine_ring import MachineRing
+from lockstep.ranks.ranks import Ranks
+from lockstep.memory import files
+from lockstep.memory.files import (
     Identity,
     SharedMemoryError,
     make_folder,
     states_in,
 )
-from lockstep_gpt.run.memory.shard_recovery import (
+from lockstep.memory.shard_recovery import (
     find_shards,
     newest_shards,
     remove_other_shards,
 )
-from lockstep_gpt.run.memory.shards import (
+from lockstep.memory.shards import (
     NO_LABEL,
     RankShards,
     ShardCopies,
     name_of,
     part_of_rank,
 )
-from lockstep_gpt.run.memory.slots import Layout, SlotPair
-from lockstep_gpt.run.memory.states import read_state
+from lockstep.memory.slots import Layout, SlotPair
+from lockstep.memory.states import read_state
 
 IDENTITY = Identity("0123456789abcdef", "/runs/first", "boot")
 

@@ -5,14 +5,14 @@ import re
 import pytest
 import torch
 
-from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep.checkpoints.reading import read_checkpoint
 
 SHARDED = ("trainer=cpu", "strategy=fsdp2", "memory=4", "checkpoint.every=20")
 # Kills the ranks named for a step, once; a negative one first damages its newest shards.
 KILL = """
 import os, pathlib, signal, lightning
-from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.memory.files import HEADER_BYTES, identity_of, states_in
+from lockstep.run.directory import RunDirectory
+from lockstep.memory.files import HEADER_BYTES, identity_of, states_in
 class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
         step, rank, victims = trainer.global_step, trainer.global_rank, {victims}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_gpt.run.memory import files
-from lockstep_gpt.run.memory.files import (
+from lockstep.memory import files
+from lockstep.memory.files import (
     HEADER_BYTES,
     Identity,
     SharedMemoryError,
@@ -17,8 +17,8 @@ from lockstep_gpt.run.memory.files import (
     remove_states,
     states_in,
 )
-from lockstep_gpt.run.memory.slots import Layout, Slot, SlotPair
-from lockstep_gpt.run.memory.states import is_intact, read_state
+from lockstep.memory.slots import Layout, Slot, SlotPair
+from lockstep.memory.states import is_intact, read_state
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.run.memory.turns import KEEP, NOT_NOW, NOTHING, MemoryTurns
+from lockstep.memory.turns import KEEP, NOT_NOW, NOTHING, MemoryTurns
 
 
 def turns(setting):

@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep_gpt.tokens.sources import remote_files
+from lockstep.tokens.sources import remote_files
 
 
 class Faults:

@@ -13,18 +13,18 @@ import sys
 import pytest
 import zstandard
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources.jsonl import JsonLines
-from lockstep_gpt.tokens.sources.source import Position
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.tokens.sources.jsonl import JsonLines
+from lockstep.tokens.sources.source import Position
+from lockstep.tokens.sources.text import Text
 
 ROWS = b"".join(b'{"text": "row %d of some text"}\n' % number for number in range(40))
 PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 # Lists corpora as a user whom permissions bind, and prints one line for each.
 LIST = """
 import sys
-from lockstep_gpt.tokens.sources.text import Text
-from lockstep_gpt.errors import UserError
+from lockstep.tokens.sources.text import Text
+from lockstep.errors import UserError
 for path in sys.argv[1:]:
     try:
         print([file.name for file in Text(path=path).files])

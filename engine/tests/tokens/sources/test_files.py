@@ -7,14 +7,14 @@ from collections import Counter
 import fsspec
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources import file_documents as module
-from lockstep_gpt.tokens.sources.jsonl import JsonLines
-from lockstep_gpt.tokens.sources.parquet import ParquetFiles
-from lockstep_gpt.tokens.sources.source import Position, split_of_name, splits_of_texts
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources import file_documents as module
+from lockstep.tokens.sources.jsonl import JsonLines
+from lockstep.tokens.sources.parquet import ParquetFiles
+from lockstep.tokens.sources.source import Position, split_of_name, splits_of_texts
+from lockstep.tokens.sources.text import Text
 
 WORDS = "to be or not to be, that is the question " * 40
 

@@ -4,12 +4,12 @@ import datasets
 import numpy as np
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.recipe import recipe_of
-from lockstep_gpt.tokens.shards import load_index
-from lockstep_gpt.tokens.sources.huggingface import HuggingFaceRows
-from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
+from lockstep.errors import UserError
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.recipe import recipe_of
+from lockstep.tokens.shards import load_index
+from lockstep.tokens.sources.huggingface import HuggingFaceRows
+from lockstep.tokens.sources.source import Position, splits_of_texts
 
 TEXTS = [f"row {number} é" for number in range(700)]
 

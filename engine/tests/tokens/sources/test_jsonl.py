@@ -5,9 +5,9 @@ import re
 import pytest
 import zstandard
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources.jsonl import JsonLines
-from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
+from lockstep.errors import UserError
+from lockstep.tokens.sources.jsonl import JsonLines
+from lockstep.tokens.sources.source import Position, splits_of_texts
 
 PACKED = {"a.txt": bytes, "a.txt.gz": gzip.compress, "a.txt.zst": zstandard.compress}
 

@@ -5,11 +5,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources.parquet import ParquetFiles, texts_in
-from lockstep_gpt.tokens.sources.source import Position, splits_of_texts
+from lockstep.errors import UserError
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources.parquet import ParquetFiles, texts_in
+from lockstep.tokens.sources.source import Position, splits_of_texts
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 
@@ -71,7 +71,7 @@ def test_rows_of_held_out_files_are_in_their_split(tmp_path):
 def test_reading_resumes_at_any_block(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
     write(tmp_path / "b.parquet", {"text": TEXTS[:100]})
-    monkeypatch.setattr("lockstep_gpt.tokens.sources.parquet.BLOCK", 500)
+    monkeypatch.setattr("lockstep.tokens.sources.parquet.BLOCK", 500)
     all_blocks = blocks(settings(tmp_path))
     assert len(all_blocks) > 10
     assert sum(len(block.texts) for block in all_blocks) == 1100

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources import remote_files
-from lockstep_gpt.tokens.sources.jsonl import JsonLines
-from lockstep_gpt.tokens.sources.parquet import ParquetFiles
-from lockstep_gpt.tokens.sources.remote_files import open_remote
-from lockstep_gpt.tokens.sources.source import Position
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.tokens.sources import remote_files
+from lockstep.tokens.sources.jsonl import JsonLines
+from lockstep.tokens.sources.parquet import ParquetFiles
+from lockstep.tokens.sources.remote_files import open_remote
+from lockstep.tokens.sources.source import Position
+from lockstep.tokens.sources.text import Text
 
 WORDS = [f"row {number} " + random.Random(number).randbytes(20).hex() for number in range(3000)]
 

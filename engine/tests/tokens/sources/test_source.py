@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources import source as module
-from lockstep_gpt.tokens.sources.source import (
+from lockstep.errors import UserError
+from lockstep.settings import setting
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources import source as module
+from lockstep.tokens.sources.source import (
     Documents,
     Position,
     split_of_name,

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources.source import Position, split_of_name
-from lockstep_gpt.tokens.sources.stdlib import StandardLibrary
+from lockstep.errors import UserError
+from lockstep.tokens.sources.source import Position, split_of_name
+from lockstep.tokens.sources.stdlib import StandardLibrary
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_library_at_hand_is_found_and_split_by_name(test_fraction):
 
 
 def test_libraries_that_not_everyone_has_are_imported_when_used():
-    code = """import sys, lockstep_gpt.launch
+    code = """import sys, lockstep.launch
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 for path in lockstep_gpt.CONFIGS.glob("source/*.yaml"):

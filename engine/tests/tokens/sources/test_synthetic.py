@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt import generate
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 from lockstep_gpt.evaluate import configuration
 from lockstep_gpt.measure import of_split
-from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import open_split
-from lockstep_gpt.tokens.sources.source import Position
-from lockstep_gpt.tokens.sources.synthetic import RandomTokens
-from lockstep_gpt.tokens.tokenizer import NumberTokenizer
-from lockstep_gpt.tokens.tokenizer_choice import from_dict
+from lockstep.checkpoints.reading import find_checkpoint, read_checkpoint
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import open_split
+from lockstep.tokens.sources.source import Position
+from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.tokenizer import NumberTokenizer
+from lockstep.tokens.tokenizer_choice import from_dict
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources import file_documents as module
-from lockstep_gpt.tokens.sources.source import Position, split_of_name
-from lockstep_gpt.tokens.sources.text import Text
+from lockstep.errors import UserError
+from lockstep.tokens.sources import file_documents as module
+from lockstep.tokens.sources.source import Position, split_of_name
+from lockstep.tokens.sources.text import Text
 
 BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 
@@ -154,7 +154,7 @@ def test_lines_are_the_same_however_the_files_are_read(tmp_path_factory, files, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", size)
         for name in ("text", "source"):
-            patch.setattr(f"lockstep_gpt.tokens.sources.{name}.is_utf8", lambda _: True)
+            patch.setattr(f"lockstep.tokens.sources.{name}.is_utf8", lambda _: True)
         expected = [line for rows in files for line in rows if line]
         assert texts(lines(root)) == [*expected, b"z"]
 

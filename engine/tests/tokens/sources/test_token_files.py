@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens import tokenizer_choice
-from lockstep_gpt.tokens.prepare import prepare
-from lockstep_gpt.tokens.shards import load_index, open_split
-from lockstep_gpt.tokens.sources import token_files
-from lockstep_gpt.tokens.sources.source import Position
-from lockstep_gpt.tokens.sources.token_files import TokenFiles
+from lockstep.errors import UserError
+from lockstep.tokens import tokenizer_choice
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import load_index, open_split
+from lockstep.tokens.sources import token_files
+from lockstep.tokens.sources.source import Position
+from lockstep.tokens.sources.token_files import TokenFiles
 
 IDS = np.random.default_rng(0).integers(50_257, size=5000)
 MAGIC = {"<u2": 20240520, "<u4": 20240801}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from clock import DEVICE, DRY, show, synchronize
 from torch import Tensor, nn
 
-from lockstep_gpt.distributed.exact_sums import ExactSums
-from lockstep_gpt.distributed.gathering import ALL_GATHER, gather_stacks
-from lockstep_gpt.distributed.matrix_exchange import MatrixExchange
-from lockstep_gpt.training.orthogonalization import flops_of, orthogonalized
+from lockstep.strategies.exact_sums import ExactSums
+from lockstep.ranks.gathering import ALL_GATHER, gather_stacks
+from lockstep.muon.exchange import MatrixExchange
+from lockstep.muon.orthogonalization import flops_of, orthogonalized
 from parts.gradients import gradient_of
 from parts.process_group import in_ddp, join
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from clock import DEVICE, milliseconds, show
 from torch import Tensor
 
-from lockstep_gpt.model import functional
+from lockstep import functional
 from parts.gradients import WRONG, gradient_of, relative_error
 from parts.recipe import PADDED_V, B, C, T, V, micro_batch
 

@@ -10,7 +10,7 @@ from clock import DEVICE, DRY, milliseconds, seconds_of, show
 from kernel_times import profiled
 from torch import nn
 
-from lockstep_gpt.distributed.peaks import peak_of
+from lockstep.ranks.peaks import peak_of
 from parts.gradients import show_errors
 from parts.recipe import ACCUMULATION, B, T, micro_batch, new_model, text_file
 from parts.watch import Watch

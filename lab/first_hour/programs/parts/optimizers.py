@@ -10,8 +10,8 @@ from clock import DEVICE, DRY, free_memory, milliseconds, show
 
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.optim import adamw, muon
-from lockstep_gpt.training.matrix_placement import ReplicatedMatrices
-from lockstep_gpt.training.muon import Muon
+from lockstep.muon.placement import ReplicatedMatrices
+from lockstep.muon.optimizer import Muon
 
 SMALL = {"124M": {"n_layer": 12, "n_head": 6, "n_embd": 768, "ngram_rows": 65536}}
 LARGE = {

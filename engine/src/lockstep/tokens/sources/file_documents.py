@@ -10,17 +10,17 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.sources.files import (
+from lockstep.errors import UserError
+from lockstep.settings import setting
+from lockstep.tokens.sources.files import (
     File,
     Files,
     find_splits,
     identity_of,
     read_content,
 )
-from lockstep_gpt.tokens.sources.nul_bytes import refuse_binary
-from lockstep_gpt.tokens.sources.source import (
+from lockstep.tokens.sources.nul_bytes import refuse_binary
+from lockstep.tokens.sources.source import (
     BLOCK,
     DOCUMENTS,
     Block,
@@ -31,7 +31,7 @@ from lockstep_gpt.tokens.sources.source import (
     splits_of_texts,
     to_utf8,
 )
-from lockstep_gpt.tokens.tokenizer import find_cut
+from lockstep.tokens.tokenizer import find_cut
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
 FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead

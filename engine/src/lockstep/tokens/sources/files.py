@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import counted
-from lockstep_gpt.tokens.sources.local_files import LocalFiles
-from lockstep_gpt.tokens.sources.remote_files import find_file_system, open_remote
-from lockstep_gpt.tokens.sources.source import BLOCK, reading
+from lockstep.errors import UserError
+from lockstep.optional import import_optional
+from lockstep.settings import counted
+from lockstep.tokens.sources.local_files import LocalFiles
+from lockstep.tokens.sources.remote_files import find_file_system, open_remote
+from lockstep.tokens.sources.source import BLOCK, reading
 
 # Ending of a file's name -> the choice of `data` for it.
 CHOICES = {

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.sources.files import find_files
-from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
-from lockstep_gpt.tokens.sources.parquet import texts_in
-from lockstep_gpt.tokens.sources.source import (
+from lockstep.errors import UserError
+from lockstep.optional import import_optional
+from lockstep.settings import setting
+from lockstep.tokens.sources.files import find_files
+from lockstep.tokens.sources.nul_bytes import refuse_nul
+from lockstep.tokens.sources.parquet import texts_in
+from lockstep.tokens.sources.source import (
     Block,
     Documents,
     Position,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.sources.file_documents import PathDocuments
-from lockstep_gpt.tokens.sources.files import read_content
-from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
-from lockstep_gpt.tokens.sources.source import BLOCK, reading
-from lockstep_gpt.tokens.sources.text import lines_in
+from lockstep.errors import UserError
+from lockstep.settings import setting
+from lockstep.tokens.sources.file_documents import PathDocuments
+from lockstep.tokens.sources.files import read_content
+from lockstep.tokens.sources.nul_bytes import refuse_nul
+from lockstep.tokens.sources.source import BLOCK, reading
+from lockstep.tokens.sources.text import lines_in
 
 NUL = rb"\u0000"  # as JSON writes it
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
+from lockstep.errors import UserError
 
 EVERYTHING = ("**",)  # the parts of a glob, between slashes
 

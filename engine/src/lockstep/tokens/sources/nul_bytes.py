@@ -1,7 +1,7 @@
 """NUL bytes: in a file they mean that it isn't text, and in a text they may end it."""
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.tokenizer import ByteTokenizer
+from lockstep.errors import UserError
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 
 def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import import_optional
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.sources.file_documents import PathDocuments
-from lockstep_gpt.tokens.sources.files import File
-from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
-from lockstep_gpt.tokens.sources.source import (
+from lockstep.errors import UserError
+from lockstep.optional import import_optional
+from lockstep.settings import setting
+from lockstep.tokens.sources.file_documents import PathDocuments
+from lockstep.tokens.sources.files import File
+from lockstep.tokens.sources.nul_bytes import refuse_nul
+from lockstep.tokens.sources.source import (
     BLOCK,
     Block,
     Position,

@@ -7,8 +7,8 @@ import logging
 import time
 from typing import Any
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.optional import library_command
+from lockstep.errors import UserError
+from lockstep.optional import library_command
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.loading import order
-from lockstep_gpt.settings import Checked, Decides, check, setting
-from lockstep_gpt.tokens import tokenizer_choice
-from lockstep_gpt.tokens.sources.nul_bytes import refuse_nul
-from lockstep_gpt.tokens.tokenizer import Tokenizer, Tokens
+from lockstep.errors import UserError
+from lockstep.loading import order
+from lockstep.settings import Checked, Decides, check, setting
+from lockstep.tokens import tokenizer_choice
+from lockstep.tokens.sources.nul_bytes import refuse_nul
+from lockstep.tokens.tokenizer import Tokenizer, Tokens
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")

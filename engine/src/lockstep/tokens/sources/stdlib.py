@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.tokens.sources.file_documents import FileDocuments
-from lockstep_gpt.tokens.sources.files import File, Files
+from lockstep.errors import UserError
+from lockstep.tokens.sources.file_documents import FileDocuments
+from lockstep.tokens.sources.files import File, Files
 
 # Installed packages aren't the library; tests are long, repetitive, and sometimes invalid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

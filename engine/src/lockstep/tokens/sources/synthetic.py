@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens import tokenizer_choice
-from lockstep_gpt.tokens.sources.source import BLOCK, Position, Source, TokenBlock
-from lockstep_gpt.tokens.tokenizer import NumberTokenizer, Tokenizer, token_dtype
+from lockstep.settings import setting
+from lockstep.tokens import tokenizer_choice
+from lockstep.tokens.sources.source import BLOCK, Position, Source, TokenBlock
+from lockstep.tokens.tokenizer import NumberTokenizer, Tokenizer, token_dtype
 
 SEED = 20_231  # fixed: `seed` determines the order of samples, not the samples
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens.sources.file_documents import PathDocuments
-from lockstep_gpt.tokens.sources.source import is_utf8, to_utf8
+from lockstep.settings import setting
+from lockstep.tokens.sources.file_documents import PathDocuments
+from lockstep.tokens.sources.source import is_utf8, to_utf8
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.errors import UserError
-from lockstep_gpt.settings import setting
-from lockstep_gpt.tokens import tokenizer_choice
-from lockstep_gpt.tokens.sources.files import File, Files, find_splits
-from lockstep_gpt.tokens.sources.source import Position, Source, TokenBlock, reading
-from lockstep_gpt.tokens.tokenizer import Tokenizer, token_dtype
+from lockstep.errors import UserError
+from lockstep.settings import setting
+from lockstep.tokens import tokenizer_choice
+from lockstep.tokens.sources.files import File, Files, find_splits
+from lockstep.tokens.sources.source import Position, Source, TokenBlock, reading
+from lockstep.tokens.tokenizer import Tokenizer, token_dtype
 
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 

@@ -1,0 +1,1 @@
+"""Lightning callbacks: each takes part in a run by itself."""

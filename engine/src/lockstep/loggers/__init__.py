@@ -1,0 +1,1 @@
+"""What trackers get of a run, and what happens when one hangs."""

@@ -1,0 +1,1 @@
+"""Numbers that do not depend on how samples are spread, and their files."""

@@ -1,0 +1,1 @@
+"""Muon: orthogonalized updates of matrices, spread over ranks."""

@@ -1,0 +1,1 @@
+"""Private names of libraries: a file per library, each with its reason."""

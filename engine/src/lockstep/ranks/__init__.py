@@ -1,0 +1,1 @@
+"""Processes that train together: how they meet, speak, and wait."""

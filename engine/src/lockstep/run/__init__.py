@@ -1,0 +1,1 @@
+"""One run: its directory, lock, frozen configuration, and end."""
