@@ -1,18 +1,27 @@
 """Trains a GPT on any number of devices."""
 
-import os
 from pathlib import Path
 
-PROGRAM = "lockstep-gpt"
-VERSION = "0.2.0"  # as in pyproject.toml
-
-# For GNU OpenMP, which reads it when torch is imported: a thread that waits for others leaves its
-# core to other programs sooner. With its own value, 300,000, steps on a busy machine take many
-# times as long.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+from lockstep.project import Command, Project, begin
 
 _PACKAGE = Path(__file__).resolve().parent
 # The folder of the YAML files: in an installed package, else in the source tree.
 CONFIGS = (
     _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parents[1] / "configs"
+)
+# What the engine's commands know of this project.
+PROJECT = begin(
+    Project(
+        program="lockstep-gpt",
+        package=__name__,
+        version="0.3.0",  # as in pyproject.toml
+        configs=CONFIGS,
+        train="lockstep_gpt.train:main",
+        commands={
+            "prepare": Command("lockstep_gpt.prepare:main", "tokenize a dataset", True),
+            "evaluate": Command("lockstep_gpt.evaluate:main", "measure on held-out data", False),
+            "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
+            "export": Command("lockstep_gpt.hub.folder:main", "export for transformers", False),
+        },
+    )
 )

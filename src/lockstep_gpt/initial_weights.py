@@ -13,7 +13,6 @@ from torch import Tensor
 import lockstep
 from lockstep.errors import UserError
 from lockstep_gpt.language_model import LanguageModel
-from lockstep.optional import import_of_extra
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.run.directory import settled
 from lockstep.checkpoints.weights import set_weights, weights_for
@@ -55,9 +54,9 @@ def load_initial_weights(
     if is_run(path):
         weights, saved_context = weights_of_run(path, model, tokenizer, where)
     else:
-        needed_by = f"{where} is no run, and a transformers folder"
-        pretrained = import_of_extra(needed_by, "hub", "pretrained")
-        weights, saved_context = pretrained.weights_of_folder(path, model, tokenizer, where)
+        from lockstep_gpt.hub.pretrained import weights_of_folder  # late: few runs need it
+
+        weights, saved_context = weights_of_folder(path, model, tokenizer, where)
     set_weights(model, weights, where)
     context = model.block_size
     logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{saved_context:,}")

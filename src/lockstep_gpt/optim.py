@@ -118,18 +118,6 @@ def _check(weight_decay: float, beta1: float, beta2: float, eps: float) -> None:
     check_number("optim.eps", eps, above=0)
 
 
-def moment_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the moments that an optimizer keeps of its weights.
-
-    AdamW has a mean of gradients and one of their squares; Muon has a single momentum.
-    """
-    size = 0
-    for group in optimizer.param_groups:
-        moments = 1 if group.get("muon") else 2
-        size += sum(moments * weight.nbytes for weight in group["params"])
-    return size
-
-
 def keep_own_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state with the settings of `optimizer`, which a run may change on resume.
 

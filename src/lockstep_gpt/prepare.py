@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import processes
 from lockstep import stop_signals
-from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep_gpt import CONFIGS, PROJECT
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import composed
@@ -26,8 +26,8 @@ from lockstep.tokens import prepare as tokens
 from lockstep.tokens.shards import check_block_size, load_index
 
 HELP = f"""\
-usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]
-Tokenize a dataset, as {PROGRAM} train does if needed, with the same settings.
+usage: {PROJECT.program} prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]
+Tokenize a dataset, as {PROJECT.program} train does if needed, with the same settings.
 --verify compares existing token files with their SHA-256."""
 VERIFY = "--verify"
 
@@ -58,7 +58,7 @@ def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     if "source" not in data:
         raise UserError(
             f"data._target_={data['_target_']} has no source of tokens, so there is nothing to "
-            f"prepare; choose another data, as in {PROGRAM} prepare data=stdlib"
+            f"prepare; choose another data, as in {PROJECT.program} prepare data=stdlib"
         )
     values: Any = OmegaConf.to_container(config, resolve=True)
     targets.refuse_mistakes({"data": {"source": values["data"]["source"]}})

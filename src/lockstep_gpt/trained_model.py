@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import CONFIGS, PROGRAM
+from lockstep_gpt import CONFIGS, PROJECT
 from lockstep.building import build
 from lockstep.errors import UserError
-from lockstep.optional import import_of_extra
 from lockstep.processes import invocation
 from lockstep.run import trust
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
@@ -49,7 +48,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parser_of(command: str, description: str) -> OneLineParser:
     """Return a command's parser with the arguments that say where the model is."""
-    parser = OneLineParser(prog=f"{PROGRAM} {command}", description=description)
+    parser = OneLineParser(prog=f"{PROJECT.program} {command}", description=description)
     sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
     parser.add_argument("source", type=Path, help=sources)
     trusting = "use classes that only the run's configuration names"
@@ -129,7 +128,9 @@ def mask_if_configured(cfg: DictConfig, model: Any, tokenizer: Tokenizer | None)
     """
     nodes = (cfg.get("callbacks") or {}).values()
     if any(node is not None and node.get("_target_") == MASK for node in nodes):
-        import_of_extra("callbacks=documents", "datasets", "mask").mask(model, tokenizer)
+        from lockstep.mixtures.mask import mask  # late: it needs torch
+
+        mask(model, tokenizer)
 
 
 def refuse_other_module(path: Path, values: dict[str, Any]) -> None:
@@ -139,7 +140,7 @@ def refuse_other_module(path: Path, values: dict[str, Any]) -> None:
     if target != OUR_MODULE:
         raise UserError(
             f"{path} has weights of {target or 'another program'}, and this command is for the GPT "
-            f"of module=gpt; to measure another module: {PROGRAM} evaluate {path}"
+            f"of module=gpt; to measure another module: {PROJECT.program} evaluate {path}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What only some settings need: optional dependencies of pyproject.toml, and extras."""
+"""What only some settings need: the optional dependencies of pyproject.toml."""
 
 import importlib
 import importlib.util
@@ -8,12 +8,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt import PROGRAM
 from lockstep.errors import UserError
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-# scripts/dev.py writes this file when it has set up .venv.
-STAMP = CHECKOUT / ".venv/set-up.sha256"
+ENGINE = Path(__file__).resolve().parents[2]  # in a checkout, the folder of its pyproject.toml
+CHECKOUT = Path(sys.prefix).parent
+STAMP = Path(sys.prefix) / "set-up.sha256"  # scripts/dev.py writes it when it has set up .venv
 
 
 def import_optional(needed_by: str, module: str, extra: str) -> Any:
@@ -46,47 +45,17 @@ def refuse_absent(needed_by: str, library: str, extra: str) -> None:
         )
 
 
-def import_of_extra(needed_by: str, extra: str, module: str) -> Any:
-    """Import a module of an extra, which a project may not have, and return it.
-
-    Args:
-        needed_by: the setting or command that needs it, such as `init_from=gpt2`.
-        extra: its folder in `extras`.
-        module: its name in that folder.
-
-    Raises:
-        UserError: the extra is not here.
-    """
-    refuse_absent_extra(needed_by, extra)
-    return importlib.import_module(f"lockstep_gpt.extras.{extra}.{module}")
-
-
-def refuse_absent_extra(needed_by: str, extra: str) -> None:
-    """Raise a `UserError` if this project doesn't have an extra."""
-    if not has_extra(extra):
-        raise UserError(
-            f"{needed_by} needs the extra {extra}, which is not here; run: python3 scripts/dev.py "
-            f"update --add {extra}"
-        )
-
-
-def has_extra(extra: str) -> bool:
-    """Return whether this project has an extra."""
-    return importlib.util.find_spec(f"lockstep_gpt.extras.{extra}") is not None
-
-
 def install_command(extra: str) -> str:
     """Return the command that adds an optional dependency to the environment of this process.
 
     An editable installation can only be repeated from its checkout, so its path is in the command.
     An environment of scripts/dev.py gets the pinned versions, and keeps them.
     """
-    checkout = Path() if Path.cwd() == CHECKOUT else CHECKOUT  # as the user can type it here
-    if Path(sys.prefix) == STAMP.parent and STAMP.is_file():
-        return f"python3 {checkout / 'scripts/dev.py'} install {extra}"
-    if (CHECKOUT / "pyproject.toml").is_file():
-        return f'{_installer()} -e "{checkout}[{extra}]"'
-    return f'{_installer()} "{PROGRAM}[{extra}]"'
+    if STAMP.is_file():
+        return f"python3 {_as_typed(CHECKOUT / 'scripts/dev.py')} install {extra}"
+    if (ENGINE / "pyproject.toml").is_file():
+        return f'{_installer()} -e "{_as_typed(ENGINE)}[{extra}]"'
+    return f'{_installer()} "lightning-lockstep[{extra}]"'
 
 
 def library_command(library: str) -> str:
@@ -96,10 +65,14 @@ def library_command(library: str) -> str:
     its own version.
     """
     command = f"{_installer()} {library}"
-    if Path(sys.prefix) == STAMP.parent and STAMP.is_file():
-        checkout = Path() if Path.cwd() == CHECKOUT else CHECKOUT
-        command += f" -c {checkout / 'constraints.txt'}"
+    if STAMP.is_file():
+        command += f" -c {_as_typed(CHECKOUT / 'constraints.txt')}"
     return command
+
+
+def _as_typed(path: Path) -> Path:
+    """Return a path as a person in this folder types it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _installer() -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.exits import Exit
 from lockstep.patches.python import run_exit_handlers
 
@@ -30,12 +30,14 @@ _exit_seconds: float | None = None  # None: exit handlers may take any time
 
 def invocation() -> str:
     """Return what to type in this folder to run this installation's command."""
-    command = shutil.which(PROGRAM)
-    if command is not None and Path(command).parent == Path(sys.executable).parent:
-        return PROGRAM
+    ours = project.found()
+    program = project.program()
+    command = shutil.which(program)
+    if ours is None or (command and Path(command).parent == Path(sys.executable).parent):
+        return program
     if Path("scripts/dev.py").is_file():
         return "python3 scripts/dev.py"
-    return f"{sys.executable} -m lockstep_gpt"
+    return f"{sys.executable} -m {ours.package}"
 
 
 def training_command() -> str:
@@ -81,10 +83,10 @@ def name_restored() -> Iterator[None]:
 
 def program_name() -> str:
     """Return what an error line begins with: the program, or the command of this installation."""
-    command = os.environ.get(PROGRAM_VARIABLE) or f"{PROGRAM} train"
+    command = training_command()
     words = shlex.split(command)
     is_ours = words[-1] == "train" or command.startswith(invocation())
-    return f"{PROGRAM} {words[-1]}" if is_ours else Path(words[-1]).name
+    return f"{project.program()} {words[-1]}" if is_ours else Path(words[-1]).name
 
 
 def tool(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt import PROGRAM
+from lockstep_gpt import PROJECT
 from lockstep.damaged_files import read_informative_object
 from lockstep_gpt.language_model import LanguageModel
 from lockstep.checkpoints.content import samples_of
@@ -16,7 +16,7 @@ from lockstep.loggers.tracking import git_state
 
 # Settings that determine the weights.
 GROUPS = ("model", "data", "optim", "schedule", "batch")
-MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export
+MARK = f"Trained and exported by `{PROJECT.program}`."  # identifies a folder as an export
 SINGLE = ("seed", "max_steps", "precision", "clip_norm", "lr_scaling")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning import Callback
 
-from lockstep_gpt import VERSION
+from lockstep.versions import VERSION
 from lockstep.ranks.ranks import from_each_rank
 from lockstep.run.source_code import changes_since, file_hashes
 

@@ -10,21 +10,15 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-GPT = "lockstep_gpt.module.GPTModule"
 AUTO = "lockstep.strategies.placing.auto"
 DDP = "lockstep.strategies.placing.ddp"
 FSDP2 = "lockstep.strategies.placing.fsdp2"
-# Optimizers that can update shards.
-SHARDABLE = (
-    "lockstep_gpt.optim.adamw",
-    "lockstep_gpt.optim.muon",
-)
 PRECISIONS = ("32-true", "bf16-mixed")  # for which shards work
 
 
-def trains_gpt(config: DictConfig) -> bool:
-    """Return whether a run is of this project's module."""
-    return bool(config.module.get("_target_") == GPT)
+def trains_language_model(config: DictConfig) -> bool:
+    """Return whether a run trains a model whose shape and optimizer are nodes of their own."""
+    return all("_target_" in (config.get(name) or {}) for name in ("model", "optim"))
 
 
 def is_sharded(config: DictConfig) -> bool:
@@ -38,10 +32,9 @@ def tensor_parallel(config: DictConfig) -> int:
 
 
 def can_shard(config: DictConfig) -> bool:
-    """Return whether `strategy=fsdp2` works with the other settings."""
+    """Return whether `strategy=fsdp2` works with the other settings and AdamW or Muon."""
     return (
         config.precision in PRECISIONS
-        and config.optim.get("_target_") in SHARDABLE
         and config.batch.get("exact_micro_size") is None
         and not config.trainer.get("sync_batchnorm", False)
     )

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.ranks.ranks import Ranks
 from lockstep.cluster.report import Finding, failure, ok, warning
 from lockstep.cluster.speed import GB, best_seconds
-from lockstep_gpt.gpt import GPT
 
 SIZES = {  # message sizes in bytes
     "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),
@@ -26,8 +25,8 @@ POOR = 0.5  # fraction of a link's expected bandwidth; anything below it is a pr
 ELEMENTS = 1000
 # Newer versions of torch use the first name, and warn about the second.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TRIAL: dict[str, Any] = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
-TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples per rank
+TRIAL_CLASSES, TRIAL_WIDTH = 64, 32  # of a small network
+TRIAL_SAMPLES, TRIAL_LENGTH = 2, 16  # per rank
 # For float64 gradients, some as large as 0.1. A different order of summation changes them by about
 # 1e-16; different kernels on different CPUs change them by about 1e-8.
 TOLERANCE = 1e-6
@@ -69,23 +68,39 @@ def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
 def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
     """Compare the gradients that DDP averages with those of one batch of all ranks' samples."""
     torch.manual_seed(0)
-    model = GPT(TRIAL_VOCABULARY, **TRIAL).double().to(device)
-    size = (TRIAL_SAMPLES * ranks.world_size, TRIAL["block_size"])
-    tokens = torch.randint(TRIAL_VOCABULARY, size, generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(device)
-    model(tokens, tokens.flip(1)).backward()
+    model = _trial_model().double().to(device)
+    size = (TRIAL_SAMPLES * ranks.world_size, TRIAL_LENGTH)
+    classes = torch.randint(TRIAL_CLASSES, size, generator=torch.Generator().manual_seed(0))
+    classes = classes.to(device)
+    _trial_loss(model, classes).backward()
     joined = [_gradient(weight) for weight in model.parameters()]
     model.zero_grad()
-    share = tokens[ranks.rank * TRIAL_SAMPLES :][:TRIAL_SAMPLES]
+    share = classes[ranks.rank * TRIAL_SAMPLES :][:TRIAL_SAMPLES]
     ids = [device.index] if device.type == "cuda" else None
     averaging = DistributedDataParallel(model, device_ids=ids)
-    averaging(share, share.flip(1)).backward()
+    _trial_loss(averaging, share).backward()
     pairs = zip(joined, model.parameters(), strict=True)
     error = max(float((_gradient(weight) - expected).abs().max()) for expected, weight in pairs)
     line = f"averaged gradients differ from the whole batch's by at most {error:.1e}"
     if error <= TOLERANCE:
         return [ok("ddp step", line)]
     return [failure("ddp step", line, "do not train here: update driver, NCCL and torch")]
+
+
+def _trial_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(TRIAL_CLASSES, TRIAL_WIDTH),
+        nn.LayerNorm(TRIAL_WIDTH),
+        nn.Linear(TRIAL_WIDTH, 4 * TRIAL_WIDTH),
+        nn.GELU(),
+        nn.Linear(4 * TRIAL_WIDTH, TRIAL_CLASSES),
+    )
+
+
+def _trial_loss(model: nn.Module, classes: Tensor) -> Tensor:
+    """Return the mean cross-entropy of each class in the place of its mirror image."""
+    logits = model(classes)  # (B, T, classes)
+    return functional.cross_entropy(logits.flatten(0, 1), classes.flip(1).flatten())
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lockstep import processes
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.ranks.address import own_address
 from lockstep.errors import UserError
 from lockstep.cluster import environment
@@ -33,25 +33,25 @@ from lockstep.launch import slurm
 from lockstep.launch import targets
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.placement import Placement
-from lockstep_gpt.programs import train_program
+from lockstep.launch.main import training
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
 WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
 MARGIN = 5.0  # the parent waits this many seconds longer than its ranks
-HELP = f"""usage: {PROGRAM} doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+HELP = """usage: PROGRAM doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Check the machines that a run would use: versions, devices, environment variables, host names,
 rendezvous, shared memory, disks, the run directory, clocks, and topology. Then check that
 collectives are correct, how fast they are, which ranks are slow, and that a DDP step equals a
-one-process step on the whole batch. Settings are those of {PROGRAM} train. doctor starts as
+one-process step on the whole batch. Settings are those of PROGRAM train. doctor starts as
 many ranks as train if no launcher such as torchrun has started them. Examples:
 
-  {PROGRAM} doctor trainer=cpu trainer.devices=2
-  {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0
-  torchrun --nnodes=2 --nproc_per_node=8 ... -m lockstep_gpt doctor
+  PROGRAM doctor trainer=cpu trainer.devices=2
+  PROGRAM doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0
+  torchrun --nnodes=2 --nproc_per_node=8 ... -m PACKAGE doctor
 
   --wait SECONDS            longest wait for another rank, {WAIT:.0f} by default
-  --save-profile FILE.json  save the measurements for {PROGRAM} plan --hardware FILE.json
+  --save-profile FILE.json  save the measurements for PROGRAM plan --hardware FILE.json
   --json                    print everything as JSON
 
 Each check prints one line: ok, warning, or failure, with the fix. Exit status 1 after a failure."""
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options, overrides = parser.split(arguments)
     statuses = []
-    for values, config in flags.each_job(train_program(), overrides, _values_and_config):
+    for values, config in flags.each_job(training(), overrides, _values_and_config):
         slurm.become_rank(LaunchSettings.of(values))
         if launcher.has_rank():
             statuses.append(_examine(values, config, options))
@@ -127,7 +127,7 @@ def _start(values: dict[str, Any], options: Any, arguments: list[str]) -> int:
     first = settings.node_rank * placement.devices
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "lockstep_gpt", "doctor", *arguments],
+            project.current().command("doctor", *arguments),
             env={**os.environ, **common, "RANK": str(first + local), "LOCAL_RANK": str(local)},
         )
         for local in range(placement.devices)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.cluster.small_runs import LIMIT, SmallRuns
 from lockstep.launch.flags import count
 from lockstep.settings import counted
@@ -68,10 +68,10 @@ def shocks(faults: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} drill",
+        prog=f"{project.program()} drill",
         description="Break small runs on this machine in many ways. Each must recover or fail "
-        f"cleanly. Other arguments go to {PROGRAM} train, for example trainer=gpu.",
-        epilog=f"`{PROGRAM} check` compares 1, 2, and 4 ranks bit by bit.",
+        f"cleanly. Other arguments go to {project.program()} train, for example trainer=gpu.",
+        epilog=f"`{project.program()} check` compares 1, 2, and 4 ranks bit by bit.",
     )
     parser.add_argument("--ranks", type=count, default=2, help="devices of each run (default: 2)")
     parser.add_argument("--steps", type=count, default=300, help="steps of each run (default: 300)")

@@ -24,7 +24,7 @@ from lockstep.cluster import expectation
 from lockstep.cluster import gpus
 from lockstep.cluster import speed
 from lockstep.cluster import topology
-from lockstep.cluster.choices import trains_gpt
+from lockstep.cluster.choices import trains_language_model
 from lockstep.cluster.collectives import Bandwidth
 from lockstep.cluster.facts import Facts, collect, compare
 from lockstep.cluster.meeting import (
@@ -238,7 +238,7 @@ class Examination:
                 is_nccl = dist.get_backend() == "nccl"  # only it takes devices
                 dist.barrier(device_ids=[device.index] if is_nccl else None)
 
-        has_tokens = trains_gpt(self.config) and "source" in self.config.data
+        has_tokens = trains_language_model(self.config) and "source" in self.config.data
         vocab_size = vocabulary(self.config.data) if has_tokens else None
         return speed.measure(self.config, device, vocab_size, together)
 

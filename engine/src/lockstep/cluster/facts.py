@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-import lockstep_gpt
+from lockstep import project
 from lockstep.ranks.ranks import Ranks
 from lockstep.cluster import gpus
 from lockstep.cluster.report import Finding, failure, named, ok, warning
@@ -107,8 +108,9 @@ def _libraries() -> dict[str, str]:
 
 def _fingerprint() -> str:
     """Return 8 hex digits that change with any of our source files."""
-    package = Path(lockstep_gpt.__path__[0])
-    files = sorted(package.rglob("*.py"))
+    packages = ["lockstep"] + [ours.package for ours in [project.found()] if ours is not None]
+    folders = [Path(importlib.import_module(name).__path__[0]) for name in packages]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     content = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(content).hexdigest()[:8]
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import CONFIGS
 from lockstep.batch import Batch, gradient_copies
 from lockstep.strategies.ddp import has_bucket_copies
 from lockstep.errors import UserError
@@ -22,10 +23,11 @@ from lockstep.cluster.choices import (
 from lockstep.cluster.hardware import Hardware
 from lockstep.cluster.memory import Footprint, Memory
 from lockstep.cluster.sharing import SIZES, Ownership, Sharing
-from lockstep_gpt.language_model import LanguageModel
+from lockstep.cluster.tracing import LanguageModel
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 SHARDING = "strategy=fsdp2"
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from functools import cache
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.cluster.choices import tensor_parallel as tensor_parallel_of
 from lockstep.cluster.choices import with_values
 from lockstep.cluster.sharing import Sharing, optimizer_of
-from lockstep.cluster.tracing import AUTOCAST, shaped, trace_peak
+from lockstep.cluster.tracing import AUTOCAST, LanguageModel, shaped, trace_peak
 from lockstep import functional
-from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.optim import moment_bytes
 
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples
 FEWEST, MOST = 2, 512  # samples of the shapes that are traced
@@ -148,6 +147,18 @@ class Footprint:
             return chunked
         with_whole_logits = int(room // (per_sample + self.chunks.bytes_per_sample))
         return max(0, min(self.chunks.most_whole, with_whole_logits))
+
+
+def moment_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the moments that an optimizer keeps of its weights.
+
+    AdamW has a mean of gradients and one of their squares; Muon has a single momentum.
+    """
+    size = 0
+    for group in optimizer.param_groups:
+        moments = 1 if group.get("muon") else 2
+        size += sum(moments * weight.nbytes for weight in group["params"])
+    return size
 
 
 def whole_model(config: DictConfig, vocab_size: int) -> LanguageModel:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.errors import UserError
-from lockstep.cluster.choices import trains_gpt
+from lockstep.cluster.choices import trains_language_model
 from lockstep.cluster.hardware import (
     HARDWARE,
     LINKS,
@@ -29,7 +29,7 @@ from lockstep.cluster.hardware import (
 from lockstep.launch import flags
 from lockstep.launch import hydra_job
 from lockstep.launch import targets
-from lockstep_gpt.programs import train_program
+from lockstep.launch.main import training
 
 if TYPE_CHECKING:
     from lockstep.cluster.prediction import Plan
@@ -44,13 +44,13 @@ OF_GPT2 = {
 OF_DATA = {"data", "tokenizer", "val_tokens"}  # settings of the tokens
 SHAPE = ("block_size", "n_layer", "n_embd")  # of a model that can be planned
 WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
-HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+HELP = """usage: PROGRAM plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Predict memory, step time, scaling, time, and cost of a run, for several numbers of devices.
-It accepts the settings of {PROGRAM} train, and these flags:
+It accepts the settings of PROGRAM train, and these flags:
 
   --hardware NAME   {", ".join(HARDWARE)}
-                    or a profile that {PROGRAM} doctor --save-profile FILE.json wrote
+                    or a profile that PROGRAM doctor --save-profile FILE.json wrote
   --devices LIST    numbers of devices; by default those of 1,2,4,...,1024 that can run it
   --scaling KIND    strong keeps batch.global_size; weak lets it grow with the devices;
                     by default strong if it is set
@@ -65,7 +65,7 @@ It accepts the settings of {PROGRAM} train, and these flags:
 {indent(fill(", ".join(LINKS), 70), " " * 20)}
   --json            print everything as JSON
 
-Example: {PROGRAM} plan model=gpt2_xl precision=bf16-mixed --hardware a100-80 --price 2"""
+Example: PROGRAM plan model=gpt2_xl precision=bf16-mixed --hardware a100-80 --price 2"""
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     hardware = _hardware(options)
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
-        for config, chosen in flags.each_job(train_program(), overrides, _checked):
+        for config, chosen in flags.each_job(training(), overrides, _checked):
             _show(_plan(config, chosen, hardware, options), options)
     finally:
         gc.freeze()
@@ -96,10 +96,9 @@ def main(arguments: list[str]) -> int:
 def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
     """Return a configuration that can be planned, and what was chosen for it."""
     targets.refuse_mistakes(hydra_job.values_to_freeze(config), {"*": ("*",)})
-    if not trains_gpt(config):
-        target = config.module.get("_target_")
+    if not trains_language_model(config):
         raise UserError(
-            f"plan predicts runs of module=gpt, and this one is of {target}; set module=gpt"
+            "plan predicts runs whose model and optim are nodes with a _target_; this one lacks them"
         )
     lacking = [name for name in SHAPE if name not in config.model]
     if lacking:

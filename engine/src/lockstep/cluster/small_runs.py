@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep import project
 from lockstep.run.directory import RunDirectory
 from lockstep.testing.experiment import processes_of
 
@@ -44,7 +45,7 @@ class SmallRuns:
         """Start a run, or resume it; `overrides` are single settings."""
         run = f"run_dir={self.folder / name}"
         words = ["resume=auto", "trust_run_dir=true"] if resume else self.words
-        command = [sys.executable, "-m", "lockstep_gpt", "train"]
+        command = project.current().command("train")
         return subprocess.Popen(
             [*command, *words, run, *overrides],
             stdout=subprocess.DEVNULL,

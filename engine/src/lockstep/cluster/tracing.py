@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,10 @@ from lockstep.strategies.tensor_parallel import split_model
 from lockstep.strategies.tensor_splits import TensorRanks
 from lockstep.errors import UserError
 from lockstep import functional
-from lockstep_gpt.language_model import LanguageModel
 
+# A model of tokens whose parts can be counted: it has these names.
+LanguageModel: TypeAlias = Any
+COUNTED = ("block_size", "vocab_size", "n_layer", "num_parameters", "flops_per_token", "head")
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
@@ -141,7 +143,7 @@ def built(shape: DictConfig, vocab_size: int, precision: str) -> LanguageModel:
         precision: Lightning's name for the precision.
 
     Raises:
-        UserError: no such model exists, or its class is not a `LanguageModel`.
+        UserError: no such model exists, or it lacks what is counted.
     """
     usual = torch.get_default_dtype()
     if precision == "64-true":
@@ -150,10 +152,11 @@ def built(shape: DictConfig, vocab_size: int, precision: str) -> LanguageModel:
         model = build(shape, vocab_size=vocab_size)
     finally:
         torch.set_default_dtype(usual)
-    if not isinstance(model, LanguageModel):
+    lacking = [name for name in COUNTED if not hasattr(model, name)]
+    if lacking:
         raise UserError(
-            f"model._target_={shape['_target_']} is not a LanguageModel, whose parts can be "
-            "counted; choose one, such as model=gpt2"
+            f"model._target_={shape['_target_']} has no {lacking[0]}, so its parts cannot be "
+            "counted; choose another model, such as model=gpt2"
         )
     return model
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep import stop_signals
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.damaged_files import read_object
 from lockstep.errors import UserError
 from lockstep.evidence import fairness
@@ -173,7 +173,7 @@ def _command(runs: PairedRuns) -> str:
         words += ["--base", shlex.join(runs.sides[0].words)]
     for side in runs.sides[1:]:
         words += ["--variant", shlex.join(side.words)]
-    return f"{PROGRAM} {shlex.join([*words, *runs.shared])}"
+    return f"{project.program()} {shlex.join([*words, *runs.shared])}"
 
 
 def _name(sides: Sequence[Side], shared: Sequence[str]) -> str:
@@ -197,7 +197,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} compare",
+        prog=f"{project.program()} compare",
         description="Train a base and variants in pairs with equal seeds, until it is clear which "
         "is better, or a budget is spent. The same command continues.",
         epilog='example: compare --base "optim=adamw" --variant "optim=muon" max_steps=300',

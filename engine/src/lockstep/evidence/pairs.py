@@ -25,7 +25,7 @@ from lockstep.launch import hydra_job
 from lockstep.launch import targets
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.placement import Placement
-from lockstep_gpt.programs import train_program
+from lockstep.launch.main import training
 from lockstep.run.directory import RunDirectory
 
 OURS = ("run_dir", "run_name", "resume")  # settings that a comparison sets itself
@@ -59,7 +59,7 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
         setting = Setting(side.name, values, _tokens(config, placement), typed)
         return Plan(setting, placement)
 
-    return flags.each_job(train_program(), words, job)[0]
+    return flags.each_job(training(), words, job)[0]
 
 
 def _tokens(config: DictConfig, placement: Placement) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.errors import RunError
 from lockstep.launch.hydra_job import HYDRA_FILE
 from lockstep.checkpoints.reading import checkpoint_path
@@ -70,11 +70,11 @@ def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirecto
         for path in files_of(checkpoint_path(steps.run.checkpoints, steps.start)):
             (directory.checkpoints / path.name).symlink_to(path.resolve())
     words = [f"run_dir={folder}", "resume=auto", "trust_run_dir=true"]
-    command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
+    command = project.current().command("train", *words)
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode:
         lines = [*filter(None, outcome.stderr.splitlines())] or [f"exit {outcome.returncode}"]
-        line = lines[-1].removeprefix(f"{PROGRAM} train: ")
+        line = lines[-1].removeprefix(f"{project.program()} train: ")
         raise RunError(f"the steps of {steps.run.path} could not be computed again: {line}")
     return directory
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.batch import exact_world_sizes
 from lockstep.errors import UserError
 from lockstep.evidence import rounding
@@ -235,7 +235,7 @@ def _print(run: RunDirectory, steps: Steps, outcome: Outcome) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} verify",
+        prog=f"{project.program()} verify",
         description="Compute steps of a run again on this machine, and compare every bit that the "
         "run has kept. Exit status 1: it differs.",
     )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 
-from lockstep_gpt import cli
-from lockstep import processes
+from lockstep import commands, processes
 
 
-def main(parent: str) -> None:
+def main(parent: str, package: str) -> None:
     """Read requests, one line of JSON each, and answer each with the exit status of its run."""
     processes.end_with_parent(int(parent))
+    importlib.import_module(package)  # the project
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # between two runs
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -25,11 +26,11 @@ def main(parent: str) -> None:
         with Path(request["log"]).open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        status = cli.main(request["words"])
+        status = commands.main(request["words"])
         sys.stdout.flush()
         answers.write(f"{status}\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

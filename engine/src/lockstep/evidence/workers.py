@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import stop_signals
+from lockstep import project, stop_signals
 from lockstep.errors import UserError
 from lockstep.exits import Exit
 from lockstep.launch import devices
@@ -42,7 +42,7 @@ class Worker:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(os.getpid())],
+            [sys.executable, "-m", WORKER, str(os.getpid()), project.current().package],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},

@@ -24,7 +24,6 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from lockstep import processes
 from lockstep import standard_streams
 from lockstep import stop_signals
-from lockstep_gpt import PROGRAM
 from lockstep.errors import UserError
 from lockstep.exits import (
     Ending,
@@ -69,7 +68,7 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
         signal.signal(signum, first_signal)
     launch = Launch.of(run.resolved())
     has_peers = launch.nodes > 1
-    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
         try:
             if has_peers:
                 rendezvous = machines.rendezvous_parameters(launch, node_rank)

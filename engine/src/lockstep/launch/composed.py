@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
 import re
@@ -206,10 +207,10 @@ def refuse_misspelled(source: Source, words: list[str], values: dict[str, Any]) 
 
     Any file may add settings that the program reads, so only near ones are refused.
     """
-    content, folder = main_file(source), _folder_of(source)
+    content = main_file(source)
     if not content:
         return
-    known = {*content, *(path.name for path in folder.iterdir() if path.is_dir())}
+    known = {*content, *_groups_of(source)}
     typed = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in words}
     for name in values:
         if name in known or name in typed:
@@ -300,8 +301,9 @@ def _refuse_no_node(name: str, value: Any, default: Any) -> None:
 def choices_among(source: Source, words: list[str]) -> list[str]:
     """Return the words that choose a file of a group, or a class, and where files are."""
     more = config_dirs(words)
-    folders = [_folder_of(source), *more]
-    places = ",".join(f"'file://{folder}'" for folder in more)
+    folders = [*folders_of(source), *more]
+    added = [*(f"file://{folder}" for folder in more), *_search_path(source)]
+    places = ",".join(f"'{place}'" for place in added)
     chosen = [f"hydra.searchpath=[{places}]"]
     for word in words:
         name = re.split("[=@]", word)[0].lstrip("+")
@@ -369,7 +371,14 @@ def one_line(source: Source, error: Exception, words: list[str]) -> str:
 
 
 def _choices_of(source: Source, group: str) -> list[str]:
-    return sorted(path.stem for path in (_folder_of(source) / group).glob("*.yaml"))
+    files = [path for folder in folders_of(source) for path in (folder / group).glob("*.yaml")]
+    return sorted({path.stem for path in files})
+
+
+def _groups_of(source: Source) -> list[str]:
+    folders = [folder for folder in folders_of(source) if folder.is_dir()]
+    paths = [path for folder in folders for path in folder.iterdir()]
+    return [path.name for path in paths if path.is_dir() and not path.name.startswith("_")]
 
 
 def _unknown_choice(source: Source, error: MissingConfigException) -> str | None:
@@ -388,8 +397,7 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     values = composition_of_choices(source, words)
     if values is None:
         return ""
-    groups = [path.name for path in _folder_of(source).iterdir() if path.is_dir()]
-    known = [*groups, *(setting for setting, _ in flat(values)), *_arguments_beside(name, values)]
+    known = [*_groups_of(source), *(setting for setting, _ in flat(values)), *_arguments_beside(name, values)]
     last = name.rpartition(".")[2]
     same = [setting for setting in known if setting.rpartition(".")[2] == last]
     if last in known:  # of the first level
@@ -437,6 +445,30 @@ def _composition(source: Source, words: tuple[str, ...]) -> dict[str, Any] | Non
     finally:
         GlobalHydra.instance().hydra = hydra_before
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+
+
+def folders_of(source: Source) -> list[Path]:
+    """Return the folders of a program's YAML files: its own, then those that its main file adds."""
+    return [_folder_of(source), *filter(None, map(_place, _search_path(source)))]
+
+
+def _search_path(source: Source) -> list[str]:
+    """Return the `hydra.searchpath` of the main file, which only that file may set."""
+    hydras = main_file(source).get("hydra")
+    named = hydras.get("searchpath") if isinstance(hydras, dict) else None
+    return [str(place) for place in named or ()]
+
+
+def _place(address: str) -> Path | None:
+    """Return the folder of an entry of `hydra.searchpath`: `pkg://package` or `file://path`."""
+    kind, _, name = address.partition("://")
+    if kind != "pkg":
+        return Path(name or address).absolute()
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(name.replace("/", "."))
+        for folder in (found and found.submodule_search_locations) or ():
+            return Path(folder)
+    return None
 
 
 def _folder_of(source: Source) -> Path:

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 
 from omegaconf import DictConfig
 
+from lockstep import project
 from lockstep.errors import UserError
 from lockstep.launch import composed
 from lockstep.launch.main import Program
@@ -27,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         command: the command's name.
-        screen: the text that `--help` prints.
+        screen: the text that `--help` prints; PROGRAM and PACKAGE stand for the project's.
     """
 
     def __init__(self, command: str, screen: str) -> None:
@@ -37,7 +38,8 @@ class Parser(argparse.ArgumentParser):
     def split(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Split `words` into flags and settings; `--help` ends the command."""
         if {"-h", "--help"} & set(words):
-            print(self._screen)
+            ours = project.current()
+            print(self._screen.replace("PROGRAM", ours.program).replace("PACKAGE", ours.package))
             sys.exit(0)
         options, others = self.parse_known_args(words)
         for word in others:

@@ -24,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep import processes
+from lockstep import project
 from lockstep import standard_streams
 from lockstep import stop_signals
 from lockstep.errors import ReportedError, RunError, UserError, refusing_long_names
@@ -154,6 +155,13 @@ class Program:
         if len(jobs.results) > 1:
             print(jobs.table())
         return jobs.status
+
+
+def training() -> Program:
+    """Return the training program of the current project, which only its ranks import."""
+    ours = project.current()
+    name = f"{processes.invocation()} train"
+    return Program.named(ours.train, name, str(ours.configs), ours.config_name)
 
 
 class Jobs:

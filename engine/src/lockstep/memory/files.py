@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from lockstep_gpt import PROGRAM
 from lockstep.run.directory import RunDirectory
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux's file system in memory; other systems have none
@@ -296,4 +295,4 @@ def _boot_id() -> str:
 
 
 def _prefix() -> str:
-    return f"{PROGRAM}-{os.getuid()}-"
+    return f"lockstep-{os.getuid()}-"

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.pages.recordings import as_json, read_recordings
 from lockstep.whole_files import write_output
 
@@ -72,7 +72,7 @@ def _hash(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} panel",
+        prog=f"{project.program()} panel",
         description="Show the all-reduces of a run with callbacks=[default,sync_panel].",
     )
     parser.add_argument("run", type=Path, help="a run directory")

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.pages.runs import Run, read_run
 from lockstep.optional import import_optional
 from lockstep.whole_files import write_output
@@ -98,7 +98,7 @@ def outcome(run: Run) -> dict[str, Any]:
 
 def curves(runs: Sequence[Run], over: str) -> str:
     """Return every column of metrics.csv as a curve, in one SVG; empty without any."""
-    needed_by = f"{PROGRAM} report"
+    needed_by = f"{project.program()} report"
     matplotlib = import_optional(needed_by, "matplotlib", "report")
     names = sorted({name for run in runs for name in run.curves})
     known = {name for panel in PANELS for name in panel}
@@ -165,7 +165,7 @@ def _sample(run: Run) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} report",
+        prog=f"{project.program()} report",
         description="Make an HTML report of one or several runs, finished or running.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="a run directory")

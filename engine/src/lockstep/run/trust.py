@@ -11,11 +11,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lockstep_gpt import PROGRAM
 from lockstep.errors import UserError
 from lockstep.run.directory import RunDirectory, flat, settled, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
+OURS = Path(__file__).parents[1] / "configs"
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
 
 
@@ -36,9 +36,9 @@ def foreign_settings(values: dict[str, Any], folders: Iterable[Path]) -> list[st
 
     Args:
         values: a whole configuration.
-        folders: of YAML files that are known.
+        folders: of YAML files that are known, besides the engine's.
     """
-    files = [path for folder in folders for path in folder.rglob("*.yaml")]
+    files = [path for folder in [*folders, OURS] for path in folder.rglob("*.yaml")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     our_targets = re.findall(r"_target_: (\S+)", text)
     settings = list(flat(settled(values)))
@@ -89,7 +89,7 @@ def permit_values(
     # `Path.expanduser` would raise if there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
-    record = Path("/", state, PROGRAM, "built", digest)
+    record = Path("/", state, "lockstep", "built", digest)
     is_composed_here = set(settings) <= set(foreign_settings(composed or {}, known))
     if not (trusted or is_composed_here or os.access(record, os.F_OK)):
         raise UserError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep_gpt import PROGRAM
+from lockstep import project
 from lockstep.errors import RunError, UserError
 from lockstep.launch import flags
 from lockstep.settings import counted
 from lockstep.testing.assertion import check
 from lockstep.testing.experiment import FailedRunError
 
-HELP = f"""usage: {PROGRAM} check [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+HELP = """usage: PROGRAM check [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Train an experiment on several numbers of ranks, and compare all rows of metrics.csv (except
 times), weights, and states of optimizers. Each run prints a hash of its weights. If something
@@ -21,10 +21,10 @@ differs, the first step, the first tensor, and the likeliest cause are shown; ex
                      the column (default: bits must be equal, with batch.exact_micro_size)
   --kill-after STEP  also kill a rank after a step, and the whole command one step later
 
-Settings go to {PROGRAM} train. By default: experiment=smoke batch.exact_micro_size=2.
+Settings go to PROGRAM train. By default: experiment=smoke batch.exact_micro_size=2.
 Examples:
-  {PROGRAM} check --kill-after 5
-  {PROGRAM} check model=modern_nano --tolerance 1e-11 precision=64-true"""
+  PROGRAM check --kill-after 5
+  PROGRAM check model=modern_nano --tolerance 1e-11 precision=64-true"""
 FLAG_OF_SETTING = {"trainer.devices": "--ranks"}
 
 
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         words.append(f"max_steps={options.steps}")
     try:
         results = check(
-            __package__.partition(".")[0],
+            project.current().package,
             words,
             options.ranks,
             options.tolerance,

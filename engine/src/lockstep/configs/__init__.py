@@ -1,0 +1,1 @@
+"""Choices for any project: `hydra: searchpath: [pkg://lockstep.configs]` adds them."""
