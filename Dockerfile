@@ -25,6 +25,7 @@ WORKDIR /home/user/project
 ARG PIP_EXTRA_INDEX_URL
 COPY --chown=user:user pyproject.toml constraints.txt README.md LICENSE* ./
 COPY --chown=user:user configs configs
+COPY --chown=user:user engine engine
 COPY --chown=user:user scripts scripts
 COPY --chown=user:user src src
 RUN python3 scripts/dev.py train --help > /dev/null

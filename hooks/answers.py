@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import difflib
 import keyword
 import re
 import sys
@@ -14,59 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Each extra is a folder of the package, its choices, its pages, and its tests: see `places`.
-EXTRAS = {
-    "cluster": "plans of a run, checks of machines, drills",
-    "datasets": "several sources at once, documents kept apart, packing",
-    "evidence": "verdicts on whether a change helps, and runs checked bit by bit",
-    "hub": "export to Hugging Face, and start from its models",
-    "pages": "the report of a run, and a page that shows the all-reduce",
-}
-# Choices that name a class of an extra, or its data.
-CHOICES = {
-    "datasets": (
-        "callbacks/documents",
-        "callbacks/sources",
-        "data/mixture",
-        "packing/documents",
-        "source/mixture",
-    ),
-    "pages": ("callbacks/sync_panel",),
-}
-# Former names of extras.
-RENAMED = {
-    "documents": "datasets",
-    "export": "hub",
-    "mixtures": "datasets",
-    "seeing": "pages",
-    "sizes": "cluster",
-}
-# Former extras, which every project has now, or none: accepted, and ignored.
-FORMER = {
-    "apple",
-    "chat",
-    "compat",
-    "completion",
-    "container",
-    "copies",
-    "exact",
-    "fsdp2",
-    "guards",
-    "kubernetes",
-    "ladder",
-    "launchers",
-    "modern",
-    "nodes",
-    "slurm",
-    "sources",
-    "spawn",
-    "sweep",
-    "tasks",
-    "trackers",
-    "warm",
-}
-# A former extra -> extras that came with it, which its projects keep.
-CAME_WITH = {"chat": {"datasets", "hub"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]
@@ -91,7 +37,16 @@ COMMANDS = re.compile(
     "stubtest|tiny-agents|torchfrtrace|torchrun|ttx|undill|uv|wb|wsdump"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # in softkwlist since Python 3.12
-FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # in every project
+FOLDERS = {
+    "configs",
+    "data",
+    "docs",
+    "engine",
+    "runs",
+    "scripts",
+    "src",
+    "tests",
+}  # in every project
 DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, never files
 QUESTIONS = (
     "project_name",
@@ -103,28 +58,12 @@ QUESTIONS = (
     "license",
     "wandb_project",
     "wandb_entity",
-    "extras",
     "git_init",
 )
 OPTIONAL = {"email", "wandb_entity"}
 # Marks that hooks/contents.py reads in the files that it copies.
-MARKS = re.compile(r"(template-only|extra \w+)(: (begin|end)\b| -->)|section of the living README:")
+MARKS = re.compile(r"template-only(: (begin|end)\b| -->)|section of the living README:")
 ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
-
-
-def places(extra: str) -> tuple[str, ...]:
-    """Return patterns of the files of an extra: its package, its choices, its pages, its tests.
-
-    A `*` stands for any characters, also for slashes, as in `fnmatch`. An optional dependency may
-    have the extra's name in pyproject.toml, where it stays.
-    """
-    return (
-        f"src/lockstep_gpt/extras/{extra}/*",
-        *(f"configs/{choice}.yaml" for choice in CHOICES.get(extra, ())),
-        f"docs/{extra}.md",
-        f"docs/{extra}_*",
-        f"tests/extras/{extra}/*",
-    )
 
 
 class Refused(Exception):  # noqa: N818 (a message to the user, not an error of ours)
@@ -144,9 +83,7 @@ class Answers:
     license: str
     wandb_project: str
     wandb_entity: str
-    extras: tuple[str, ...]
     git_init: bool
-    extras_answer: str  # extras as answered: `all` means more in a later state
 
 
 def checked(values: Mapping[str, Any]) -> Answers:
@@ -155,8 +92,7 @@ def checked(values: Mapping[str, Any]) -> Answers:
     Raises:
         Refused: one of them is invalid.
     """
-    taken = {name: check(name, values[name]) for name in QUESTIONS}
-    return Answers(**taken, extras_answer=values["extras"])
+    return Answers(**{name: check(name, values[name]) for name in QUESTIONS})
 
 
 def check(name: str, value: Any) -> Any:
@@ -168,8 +104,6 @@ def check(name: str, value: Any) -> Any:
     if name == "git_init":
         return _is_yes(value)
     text = _line(name, value)
-    if name == "extras":
-        return _extras(text)
     if name == "project_slug":
         _check_slug(text)
     if name == "package_name":
@@ -266,21 +200,6 @@ def _dependencies() -> set[str]:
 
 def _module(distribution: str) -> str:
     return re.sub(r"[-_.]+", "_", distribution).lower()
-
-
-def _extras(text: str) -> tuple[str, ...]:
-    """Return the chosen extras in the order of `EXTRAS`."""
-    words = {RENAMED.get(word, word) for word in re.split(r"[\s,]+", text)}
-    if words == {"none"}:
-        return ()
-    if words == {"all"}:
-        return tuple(EXTRAS)
-    for word in sorted(words - set(EXTRAS) - FORMER):
-        near = difflib.get_close_matches(word, EXTRAS, n=1)
-        hint = f"did you mean {near[0]}? Or answer" if near else "answer"
-        _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; {hint} all or none")
-    words |= {kept for word in words for kept in CAME_WITH.get(word, ())}
-    return tuple(name for name in EXTRAS if name in words)
 
 
 def _is_yes(value: Any) -> bool:

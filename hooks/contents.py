@@ -13,10 +13,11 @@ from hooks.answers import Answers
 # Our own names, which mean nothing else anywhere.
 PACKAGE = "lockstep_gpt"
 SLUG = "lockstep-gpt"
-# Files with lines for the template alone or for one extra.
+ENGINE = "engine/"  # the same in every project
+# Files with lines for the template alone.
 MARKED = ("README.md", "docs/README.md", "pyproject.toml")
-MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
-ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table
+MARKER = re.compile(r"template-only: (begin|end)\b")
+ROW_MARKER = " <!-- template-only -->"  # a line of it would end a table
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
 README = "{{cookiecutter.project_slug}}/README.md"
 FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
@@ -24,31 +25,34 @@ SECTION = re.compile(r"^<!-- section of the living README: (.+) -->$", flags=re.
 
 
 def new_content(name: str, content: bytes, answers: Answers) -> bytes:
-    """Return the new project's version of a file of ours; a binary file doesn't change."""
+    """Return the new project's version of a file of ours.
+
+    The engine's files don't change, nor do binary ones.
+    """
+    if name.startswith(ENGINE):
+        return content
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         return content
     if name in MARKED:
-        text = _chosen_lines(text, answers)
+        text = _project_lines(text)
     text = _renamed(text, answers)
     for pattern, line in EDITS.get(name, {}).items():
         text = _replaced_once(name, text, pattern, line(answers))
     return text.encode()
 
 
-def _chosen_lines(text: str, answers: Answers) -> str:
-    """Drop the template's own lines, those of extras that weren't chosen, and all markers."""
+def _project_lines(text: str) -> str:
+    """Drop the template's own lines, and the markers around them."""
     lines = []
     dropping = False
     for line in text.splitlines(keepends=True):
         marker = MARKER.search(line)
         if marker:
-            dropping = marker[3] == "begin" and marker[2] not in answers.extras
-        elif not dropping:
-            row = ROW_MARKER.search(line)
-            if row is None or row[2] in answers.extras:
-                lines.append(ROW_MARKER.sub("", line))
+            dropping = marker[1] == "begin"
+        elif not dropping and ROW_MARKER not in line:
+            lines.append(line)
     return "".join(lines)
 
 
@@ -106,9 +110,10 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
         "authors = ": _authors,
         "license = ": _license_line,
         "license-files = ": _license_files_line,
+        "extend-exclude = ": lambda _: 'extend-exclude = ["engine"] # not this project\'s to lint',
     },
     f"src/{PACKAGE}/__init__.py": {
-        "VERSION = ": lambda _: f'VERSION = "{VERSION}"  # as in pyproject.toml',
+        "        version=": lambda _: f'        version="{VERSION}",  # as in pyproject.toml',
     },
     "configs/logger/wandb.yaml": {
         "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",
@@ -127,7 +132,7 @@ def new_readme(root: Path, answers: Answers) -> str:
 
     def section(match: re.Match[str]) -> str:
         text = f"## {match[1]}\n{sections[match[1]]}".rstrip("\n")
-        return _renamed(_chosen_lines(text, answers), answers)
+        return _renamed(_project_lines(text), answers)
 
     readme = SECTION.sub(section, (root / README).read_text("utf-8"))
     filled = FIELD.sub(lambda field: getattr(answers, field[1]), readme)

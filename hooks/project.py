@@ -1,4 +1,4 @@
-"""Makes a project: copies the living one without what wasn't chosen, as contents.py renames it."""
+"""Makes a project: copies the living one and its engine, as contents.py renames it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hooks.answers import EXTRAS, QUESTIONS, Answers, Refused, places
-from hooks.contents import PACKAGE, SECTION, license_text, new_content, new_readme
+from hooks.answers import QUESTIONS, Answers, Refused
+from hooks.contents import ENGINE, PACKAGE, SECTION, license_text, new_content, new_readme
 
 # What belongs only to the template; a name that ends with a slash is a folder.
 TEMPLATE_ONLY = (
@@ -30,19 +30,12 @@ TEMPLATE_ONLY = (
     "cookiecutter.json",
     "docs/coming_from.md",
     "docs/first_run.png",
+    "docs/from_0_2.md",
+    "docs/house.md",
     "docs/lockstep.png",
+    "engine/tests/",
     "hooks/",
     "lab/",
-    "scripts/deletions.py",
-    "tests/extras/pages/test_inductor.py",
-    "tests/gpu_without_gpu/test_compiled_variants.py",
-    "tests/lab/",
-    "tests/model/test_against_transformers.py",
-    "tests/scripts/test_dev.py",
-    "tests/scripts/test_environments.py",
-    "tests/scripts/test_slurm.py",
-    "tests/template/",
-    "tests/test_nodes.py",
     "{{cookiecutter.project_slug}}/",
 )
 # What is at the root of this repository; without git, nothing else there is copied.
@@ -58,8 +51,12 @@ OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     "Dockerfile",
     "configs",
     "constraints.txt",
+    "docs",
+    "engine",
     "pyproject.toml",
+    "scripts",
     "src",
+    "tests",
 }
 RECORD = ".template.json"  # in a project: its template, the commit, the answers
 
@@ -101,7 +98,8 @@ def make(
     history = ""
     if answers.git_init:
         history = _first_commit(target, answers)
-    return _screen(target, answers, len(contents), history)
+    own = [name for name in contents if not name.startswith(ENGINE)]
+    return _screen(target, answers, len(own), history)
 
 
 def _names(root: Path, target: Path, answers: Answers) -> list[str]:
@@ -109,15 +107,12 @@ def _names(root: Path, target: Path, answers: Answers) -> list[str]:
     if target.is_relative_to(root):
         names = [name for name in names if not (root / name).is_relative_to(target)]
     patterns = [f"{name}*" if name.endswith("/") else name for name in TEMPLATE_ONLY]
-    for extra in EXTRAS:
-        if extra not in answers.extras:
-            patterns += places(extra)
     left_out = re.compile("|".join(map(fnmatch.translate, patterns)))
     return [name for name in names if not left_out.match(name)]
 
 
 def _placed(name: str, answers: Answers) -> str:
-    return name.replace(PACKAGE, answers.package_name)
+    return name if name.startswith(ENGINE) else name.replace(PACKAGE, answers.package_name)
 
 
 def refuse_links(root: Path, target: Path, answers: Answers) -> list[str]:
@@ -179,7 +174,6 @@ def _without_secrets(url: str) -> str:
 def _record(answers: Answers, origin: Mapping[str, Any]) -> str:
     """Return the record that `scripts/dev.py update` reads, as JSON."""
     values = {name: getattr(answers, name) for name in QUESTIONS}
-    values["extras"] = answers.extras_answer
     record = {**origin, "answers": values}
     return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
@@ -259,11 +253,10 @@ def _git(folder: Path, *arguments: str, check: bool = False) -> subprocess.Compl
     )
 
 
-def _screen(target: Path, answers: Answers, files: int, history: str) -> str:
+def _screen(target: Path, answers: Answers, own: int, history: str) -> str:
     terms = "no license" if answers.license == "none" else f"{answers.license} license"
-    extras = " ".join(answers.extras) or "none"
     return f"""\
-{target.name}: {files} files, package {answers.package_name}, {terms}, extras: {extras}{history}
+{target.name}: {own} files of your own, and the engine; package {answers.package_name}, {terms}{history}
 next:
   cd {target.name}
   python3 scripts/dev.py train

@@ -8,7 +8,6 @@ newest  the highest that pyproject.toml allows, prereleases included where it na
 
 import hashlib
 import importlib.util
-import itertools
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ if POSIX:
     import fcntl
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "constraints.txt"
+ENGINE = "engine"  # its folder, if the project has it as source
 SETS = ("oldest", "pinned", "newest")
 UV_NAMES = {
     "PIP_EXTRA_INDEX_URL": "UV_INDEX",
@@ -41,7 +41,7 @@ for name in sys.argv[1:]:
         found.append("no " + name)
 print(*found, sep=", ")
 """
-NEEDED_BY_PYTEST = ("hypothesis", "pytest", "pytest_timeout", "xdist")  # or it does not start
+NEEDED_BY_PYTEST = ("pytest", "pytest_timeout", "xdist")  # or it does not start
 
 
 class Environment:
@@ -78,8 +78,7 @@ class Environment:
     def set_up(self, everything: bool = False, names: "tuple[str, ...]" = ()) -> None:
         """Install the project and its versions in the environment, unless they are there already.
 
-        This includes the optional dependencies of the project's extras, and those that an earlier
-        call named.
+        This includes the optional dependencies that an earlier call named.
 
         Args:
             everything: also the dependency group `dev`, and the optional dependencies in it.
@@ -108,21 +107,21 @@ class Environment:
         """Return the content of the stamp of an environment that has what is needed."""
         declared = optional_dependencies()
         installed = [name for name in self._stamped()[2:] if name in declared]
-        of_extras = [name for name in chosen_extras() if name in declared]
         group = [DEV] if everything else []
-        return [*self.fingerprints(), *sorted({*installed, *of_extras, *names}), *group]
+        return [*self.fingerprints(), *sorted({*installed, *names}), *group]
 
     def fingerprints(self) -> "list[str]":
         """Return hashes of what it depends on: this folder and Python; the requirements."""
         place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
-        needs = (ROOT / "pyproject.toml").read_bytes() + PINS.read_bytes()
+        files = [ROOT / "pyproject.toml", ROOT / ENGINE / "pyproject.toml", PINS]
+        needs = b"".join(file.read_bytes() for file in files if file.is_file())
         if self.versions == "newest":  # as of today
             needs += time.strftime("%Y-%m-%d").encode()
         return [hashlib.sha256(part).hexdigest() for part in (place, needs)]
 
     def describe(self) -> str:
         """Return the versions of Python and of what the project itself needs, in one line."""
-        needs = map(REQUIREMENT.fullmatch, _about()["project"].get("dependencies", ()))
+        needs = map(REQUIREMENT.fullmatch, _dependencies())
         names = dict.fromkeys(requirement[1] for requirement in needs if requirement)
         program = [self.python, "-c", VERSIONS_PROGRAM, *names]
         return subprocess.check_output(program).decode().strip()
@@ -179,13 +178,14 @@ class Environment:
         """
         if self.versions == "pinned":
             pins = PINS.name
-            project = "."
+            project, engine = ".", ENGINE
         else:
-            lines = "".join(f"{line}\n" for line in limits(self.versions, _about()))
+            listed = [*_dependencies(), *_optional_requirements()]
+            lines = "".join(f"{line}\n" for line in limits(self.versions, listed))
             path = self.folder / "constraints.txt"
             path.write_text(lines)
             pins = str(path)
-            project = str(ROOT)
+            project, engine = str(ROOT), str(ROOT / ENGINE)
         extras = []
         others = []
         needed = requirements("dev", _about()) if DEV in names else []
@@ -197,6 +197,8 @@ class Environment:
         extras += [name for name in names if name != DEV and name not in extras]
         if extras:
             project += f"[{','.join(extras)}]"
+        if _has_engine():
+            others = ["-e", engine, *others]
         return ["-c", pins, "-e", project, *others]
 
     def _installers(self) -> "list[tuple[list[str], dict[str, str]]]":
@@ -212,20 +214,36 @@ class Environment:
         return [([uv, "pip", "install", "-q", "--python", self.python], settings), (pip, {})]
 
 
-def _about() -> dict:
+def _about(folder: str = ".") -> dict:
     import tomllib
 
-    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))
+
+
+def _has_engine() -> bool:
+    return (ROOT / ENGINE / "pyproject.toml").is_file()
+
+
+def _folders() -> "list[str]":
+    return [".", ENGINE] if _has_engine() else ["."]
+
+
+def _dependencies() -> "list[str]":
+    """Return what the project needs, and what its engine does."""
+    folders = [".", ENGINE] if _has_engine() else ["."]
+    return [
+        each for folder in folders for each in _about(folder)["project"].get("dependencies", ())
+    ]
+
+
+def _optional_requirements() -> "list[str]":
+    tables = [_about(folder)["project"].get("optional-dependencies", {}) for folder in _folders()]
+    return [each for table in tables for listed in table.values() for each in listed]
 
 
 def optional_dependencies() -> "list[str]":
     """Return the names of the project's optional dependencies."""
     return list(_about()["project"].get("optional-dependencies", ()))
-
-
-def chosen_extras() -> "list[str]":
-    """Return the names of the extras that the project has."""
-    return [path.parent.name for path in ROOT.glob("src/*/extras/*/__init__.py")]
 
 
 def requirements(group: str, about: dict) -> "list[str]":
@@ -247,16 +265,13 @@ def requirements(group: str, about: dict) -> "list[str]":
     return listed
 
 
-def limits(versions: str, about: dict) -> "list[str]":
+def limits(versions: str, listed: "list[str]") -> "list[str]":
     """Return the constraints that make an installer use the `oldest` or the `newest` versions.
 
     Args:
         versions: one of the two.
-        about: the content of pyproject.toml.
+        listed: requirements of pyproject.toml.
     """
-    project = about["project"]
-    extras = project.get("optional-dependencies", {}).values()
-    listed = [*project.get("dependencies", ()), *itertools.chain.from_iterable(extras)]
     lines = []
     for match in map(REQUIREMENT.fullmatch, listed):
         if match is None:

@@ -1,13 +1,14 @@
 """Apply a later state of the template and keep the project's own changes: `dev.py update`.
 
-usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT] [--add NAMES] [--remove NAMES]
+usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT]
 
 TEMPLATE is a path or URL; the default is the one in .template.json. COMMIT is a commit, branch, or
-tag; the default is the newest, or with --add or --remove, that of the last update. The script
-generates the project twice with its own answers, at the commit of the last update and at the new
-one, and git applies the difference as a cherry-pick. The result is staged but not committed.
+tag; the default is the newest. The script generates the project twice with its own answers, at the
+commit of the last update and at the new one, and git applies the difference as a cherry-pick. The
+result is staged but not committed.
 
-An extra is added or removed only if it is named; the first line of the output says which are.
+engine/ becomes the new one as a whole. If you have changed files of it, git merges these, and they
+are named. Without an engine/, as with a release of it, the rest is updated.
 Exit status: 0 all applied, 1 conflicts remain, 2 rejected, and nothing was changed.
 """
 
@@ -22,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 RECORD = ".template.json"
+ENGINE = "engine"
 # For our temporary commits, which serve only the merge; nobody sees them.
 WHO = ["-c", "user.name=update", "-c", "user.email=update", "-c", "commit.gpgsign=false"]
 PLAIN = [
@@ -50,17 +52,11 @@ def main(arguments: "list[str]", project: Path) -> int:
     parser = argparse.ArgumentParser(
         prog="dev.py update",
         description=__doc__.split("\n")[0],
-        epilog="NAMES are `all`, or names in quotes, with spaces. Only --remove removes an extra.",
     )
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help="its path or URL")
-    to = "commit, branch, or tag (default: the newest; with --add or --remove, the project's)"
+    to = "commit, branch, or tag (default: the newest)"
     parser.add_argument("--to", metavar="COMMIT", help=to)
-    names = {"action": "append", "default": [], "metavar": "NAMES"}
-    parser.add_argument("--add", "--extras", **names, help="add these extras, and keep others")
-    parser.add_argument("--remove", **names, help="remove these extras")
     options = parser.parse_args(arguments)
-    options.add = " ".join(options.add)
-    options.remove = " ".join(options.remove)
     try:
         with tempfile.TemporaryDirectory(prefix="update-") as folder:
             return update(project, Path(folder), options)
@@ -81,28 +77,19 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
         )
     source = options.template or record["template"]
     clone = folder / "template"
-    if source.isidentifier() and not Path(source).exists() and (options.add or options.remove):
-        flag = "--add" if options.add else "--remove"
-        names = f"{options.add or options.remove} {source}"
-        raise Refused(
-            f'{source} is not a path or URL of a template; for two names: {flag} "{names}"'
-        )
     if Path(source).exists():
         source = str(Path(source).resolve())
     _run(project, ["git", "clone", "-q", "--no-checkout", source, str(clone)], "cannot be cloned")
     last = _commit(clone, record["commit"], source)
-    newest = record["commit"] if options.add or options.remove else "HEAD"
-    new = _commit(clone, options.to or newest, source)
+    new = _commit(clone, options.to or "HEAD", source)
     old_template = _checked_out(clone, folder / "old-template", last, record)
     new_template = _checked_out(clone, folder / "new-template", new, record)
-    answers = record["answers"]
-    if options.add or options.remove:
-        choice = _chosen_extras(new_template, project, options)
-        print(choice["says"], flush=True)
-        answers = {**answers, "extras": choice["extras"]}
-    later = {**record, "template": source, "commit": new, "answers": answers}
+    later = {**record, "template": source, "commit": new}
     _make(old_template, record, folder / "old")
     _make(new_template, later, folder / "new")
+    if not (project / ENGINE).is_dir():
+        for made in ("old", "new"):
+            shutil.rmtree(folder / made / ENGINE, ignore_errors=True)
     shutil.copy(project / RECORD, folder / "old" / RECORD)  # every byte: it must not conflict
     place = _git(project, "rev-parse", "--show-prefix").strip()
     old = _state(project, folder, "old", place)
@@ -112,6 +99,9 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     ):
         print(f"up to date with {source} at {new[:12]}")
         return 0
+    edited = _edited_engine(project, old, place)
+    if edited:
+        print(f"{ENGINE}/ has changes of yours, which git merges: {', '.join(edited)}")
     _apply(project, change)
     conflicts = _conflicts(project)
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
@@ -137,17 +127,10 @@ def _apply(project: Path, change: str) -> None:
         raise Refused(f"git could not apply the changes: {' '.join(done.stderr.split())}")
 
 
-def _chosen_extras(template: Path, project: Path, options: argparse.Namespace) -> dict:
-    """Ask the template which extras the project gets: it knows their names, old and new."""
-    script = template / "hooks" / "extras.py"
-    if not script.is_file():
-        raise Refused("the template at this commit is too old for --add and --remove; update first")
-    words = [sys.executable, str(script), str(project / RECORD)]
-    words += ["--add", options.add, "--remove", options.remove]
-    done = subprocess.run(words, capture_output=True, encoding="utf-8")
-    if done.returncode:
-        raise Refused(" ".join(done.stderr.split()).removeprefix("Error: "))
-    return json.loads(done.stdout)
+def _edited_engine(project: Path, old: str, place: str) -> "list[str]":
+    """Return the files of the project's engine that differ from the old template's."""
+    differ = _git(project, "diff", "--name-only", "--no-renames", old, "HEAD", "--", ENGINE)
+    return [name[len(place) :] for name in differ.splitlines()]
 
 
 def _conflicts(project: Path) -> "dict[str, str]":

@@ -17,10 +17,10 @@ import yaml
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from lockstep_gpt.programs import train_program
 from omegaconf import DictConfig
 
 from lockstep.launch import composed as composing
-from lockstep_gpt.programs import train_program
 
 MOST = 100  # remembered results; more would take time in each garbage collection
 

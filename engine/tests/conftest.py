@@ -28,9 +28,9 @@ from typing import IO, Any
 
 import pytest
 from hypothesis import settings
+from lockstep_gpt import CONFIGS
 
 from lockstep import processes
-from lockstep_gpt import CONFIGS
 from lockstep.launch import supervise
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
@@ -54,7 +54,12 @@ COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
-PLUGINS = ("composition", "gradients", "miniature")  # files of fixtures for all tests
+PLUGINS = (
+    "composition",
+    "gradients",
+    "miniature",
+    "mounts_and_pages",
+)  # files of fixtures for all tests
 # Python's defaults: a command in this process should warn like one in a separate process.
 USUAL_FILTERS = (
     ("ignore", ResourceWarning),
@@ -73,7 +78,7 @@ def _load(path: Path) -> Any:
 
 
 forked_python = _load(FORKS)
-GPU_REPORT = Path(__file__).parents[1] / "runs/gpu_report.txt"
+GPU_REPORT = Path(__file__).parents[2] / "runs/gpu_report.txt"
 # Settings of runs whose ranks are separate processes, one rank or more.
 RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 

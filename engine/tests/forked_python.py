@@ -298,7 +298,6 @@ def _load(modules: Sequence[str]) -> None:
 def _compose_once() -> None:
     """Compose quickly, as tests in their own process do, and what most commands compose once."""
     import composition  # from this file's folder
-
     from lockstep_gpt import cli
 
     stack = contextlib.ExitStack()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
 from torch import Tensor, nn
 
-from lockstep_gpt.gpt import GPT
 from lockstep import functional
-from lockstep_gpt.modern import ModernGPT
 
 LARGEST_ERROR = 3e-2  # of a right bfloat16 gradient, relative to its norm; here at most 2e-2
 VOCAB, SAMPLES = 300, 4

@@ -15,30 +15,30 @@ from datetime import timedelta
 from functools import partial
 
 import lightning
+import lockstep_gpt
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-from omegaconf import DictConfig, OmegaConf
-
-import lockstep_gpt
-from lockstep.batch import Batch
 from lockstep_gpt.data import Tokens
-from lockstep.strategies import placing as strategies
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.module import GPTModule
 from lockstep_gpt.optim import adamw, muon
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.metrics.callback import Metrics
-from lockstep.checkpoints.reading import checkpoint_path
-from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.schedule import Schedule
-from lockstep.tokens.sources.text import Text
-from lockstep.tokens.tokenizer import ByteTokenizer
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.batch import Batch
 from lockstep.callbacks.clipping import ClipAndSkip
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.metrics.callback import Metrics
+from lockstep.schedule import Schedule
+from lockstep.strategies import placing as strategies
+from lockstep.tokens.sources.text import Text
+from lockstep.tokens.tokenizer import ByteTokenizer
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 SAVED = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}

@@ -13,8 +13,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lockstep import batch as tested
 from lockstep.batch import Batch
-from lockstep.ranks.ranks import Ranks
 from lockstep.errors import UserError
+from lockstep.ranks.ranks import Ranks
 
 SIZES = st.integers(1, 64)
 

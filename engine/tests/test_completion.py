@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from lockstep_gpt import PROJECT
 
-from lockstep_gpt import cli
-from lockstep_gpt import PROGRAM
+from lockstep.commands import table
+
+PROGRAM = PROJECT.program
 
 COMPLETE = """
 eval "$({program} train -sc install=bash)"
@@ -32,7 +34,7 @@ def test_bash_completes_commands_choices_and_settings(tmp_path):
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lockstep_gpt "$@"\n')
     shim.chmod(0o755)
     lines = {
-        "": " ".join(name for name in cli.COMMANDS if name != "-sc"),
+        "": " ".join(name for name in table() if name != "-sc"),
         "tr": "train",
         "train model=gp": "model=gpt model=gpt2 model=gpt2_large model=gpt2_medium model=gpt2_xl",
         "train schedule.warm": "schedule.warmup=",

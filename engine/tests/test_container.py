@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "Dockerfile"
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="no repository here")
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 ONE = ("trainer=gpu", "trainer.devices=1")
 TWO = ("trainer=gpu", "trainer.devices=2", "strategy=ddp")
 EXACT = "+trainer.deterministic=true"  # otherwise, atomics in backward may round in another order
-BENCHMARK = Path(__file__).parents[1] / "lab/benchmark.py"
+BENCHMARK = Path(__file__).parents[2] / "lab/benchmark.py"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 OPTIMIZERS = {
     "adamw": (),

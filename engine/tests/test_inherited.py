@@ -6,7 +6,6 @@ import signal
 import sys
 
 import pytest
-
 from lockstep_gpt import cli
 
 RUN = ("-m", "lockstep_gpt")

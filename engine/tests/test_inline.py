@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
-
 from lockstep_gpt import cli
 
 LIBRARIES = ("", "lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")

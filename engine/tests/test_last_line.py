@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoints.content import NEEDED_TO_RESUME
+from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
+from lockstep.checkpoints.sums import sum_path
 from lockstep.errors import UserError, describe_error
 from lockstep.processes import invocation
-from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
-from lockstep.checkpoints.content import NEEDED_TO_RESUME
-from lockstep.checkpoints.sums import sum_path
 from lockstep.run.directory import RunDirectory
 from lockstep.run.last_line import resume_command, way_on
 

@@ -9,12 +9,12 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lockstep_gpt.module import GPTModule
+from lockstep_gpt.trained_model import load_model
 
 from lockstep.errors import UserError
-from lockstep_gpt.module import GPTModule
 from lockstep.metrics.callback import Metrics
 from lockstep.schedule import Schedule
-from lockstep_gpt.trained_model import load_model
 
 CALLBACKS = "lightning.pytorch.callbacks"
 OF_USERS = """

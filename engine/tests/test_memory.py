@@ -71,9 +71,9 @@ def output(printed):
 
 
 def program():
-    from lockstep_gpt import PROGRAM
+    from lockstep_gpt import PROJECT
 
-    return PROGRAM
+    return PROJECT.program
 
 
 def folders(command):

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from lockstep import optional
-from lockstep_gpt import PROGRAM
 from lockstep.errors import UserError
-from lockstep.optional import import_of_extra, import_optional, install_command
+from lockstep.optional import import_optional, install_command
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ def _active(monkeypatch):
 @pytest.mark.usefixtures("_active")
 def test_a_missing_library_is_named_with_the_setting_and_the_command(monkeypatch):
     monkeypatch.chdir(ROOT)
-    line = 'data=no needs no_such, which is not installed; run: pip install -e ".[zstd]"'
+    line = 'data=no needs no_such, which is not installed; run: pip install -e "engine[zstd]"'
     with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
         import_optional("data=no", "no_such.module", "zstd")
 
@@ -45,9 +44,9 @@ def test_a_library_that_cannot_be_imported_is_not_called_missing(tmp_path, monke
 @pytest.mark.usefixtures("_active")
 def test_the_command_works_in_any_folder_and_without_a_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert install_command("zstd") == f'pip install -e "{ROOT}[zstd]"'
-    monkeypatch.setattr(optional, "CHECKOUT", tmp_path)
-    assert install_command("zstd") == f'pip install "{PROGRAM}[zstd]"'
+    assert install_command("zstd") == f'pip install -e "{ROOT}/engine[zstd]"'
+    monkeypatch.setattr(optional, "ENGINE", tmp_path)
+    assert install_command("zstd") == 'pip install "lightning-lockstep[zstd]"'
 
 
 def test_the_command_installs_for_this_python_if_its_environment_is_not_active(
@@ -56,7 +55,7 @@ def test_the_command_installs_for_this_python_if_its_environment_is_not_active(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
     monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/pip")
-    assert install_command("zstd") == '.venv/bin/python -m pip install -e ".[zstd]"'
+    assert install_command("zstd") == '.venv/bin/python -m pip install -e "engine[zstd]"'
     monkeypatch.chdir(tmp_path)
     assert install_command("zstd").startswith(f"{ROOT}/.venv/bin/python -m pip install -e")
 
@@ -65,7 +64,7 @@ def test_an_environment_of_uv_has_no_pip(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
     monkeypatch.setattr(optional.metadata, "distributions", lambda **_: [])
-    expected = 'uv pip install --python .venv/bin/python -e ".[zstd]"'
+    expected = 'uv pip install --python .venv/bin/python -e "engine[zstd]"'
     assert install_command("zstd") == expected
 
 
@@ -77,11 +76,3 @@ def test_an_environment_of_dev_py_is_extended_by_dev_py(monkeypatch, tmp_path):
     assert install_command("zstd") == "python3 scripts/dev.py install zstd"
     monkeypatch.chdir(tmp_path)
     assert install_command("zstd") == f"python3 {ROOT}/scripts/dev.py install zstd"
-
-
-def test_an_absent_extra_is_refused_with_the_command_that_adds_it():
-    line = (
-        "init_from=a needs the extra chat, which is not here; run: python3 scripts/dev.py update "
-    )
-    with pytest.raises(UserError, match=f"^{line}--add chat$"):
-        import_of_extra("init_from=a", "chat", "pretrained")

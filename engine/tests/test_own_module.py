@@ -9,9 +9,9 @@ import types
 import lightning
 import pytest
 import torch
+from lockstep_gpt import train as program
 
 import lockstep
-from lockstep_gpt import train as program
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 

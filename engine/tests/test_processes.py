@@ -5,8 +5,9 @@ import subprocess
 import sys
 import time
 
+from lockstep_gpt import PROJECT
+
 from lockstep import processes
-from lockstep_gpt import PROGRAM
 
 CHILD = """
 import sys, time
@@ -22,7 +23,7 @@ PARENT = (
 
 
 def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch):
-    script = tmp_path / "bin" / PROGRAM
+    script = tmp_path / "bin" / PROJECT.program
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(script.parent))
     monkeypatch.chdir(tmp_path)
@@ -32,7 +33,7 @@ def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch)
     assert processes.invocation() == "python3 scripts/dev.py"
     script.parent.mkdir()
     script.touch(mode=0o755)
-    assert processes.invocation() == PROGRAM
+    assert processes.invocation() == PROJECT.program
 
 
 def test_a_tool_of_this_environment_is_named_so_that_typing_it_here_works(tmp_path, monkeypatch):

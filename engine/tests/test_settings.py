@@ -3,16 +3,15 @@
 import math
 
 import pytest
+from lockstep_gpt.programs import train_program
+from lockstep_gpt.train import build
 from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.errors import UserError
 from lockstep.launch import composed as composing
-from lockstep.launch import hydra_job
-from lockstep.launch import targets
+from lockstep.launch import hydra_job, targets
 from lockstep.launch.launch_settings import LaunchSettings
-from lockstep_gpt.programs import train_program
-from lockstep_gpt.train import build
 
 WRONG = {
     "seed=-1": "must be at least 0",

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.checkpoints.writing import CopyingCheckpointIO
 

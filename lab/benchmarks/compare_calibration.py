@@ -24,7 +24,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from lockstep.evidence.budget import PAIRS
 from lockstep.evidence.intervals import interval_of
 from lockstep.evidence.measures import measure_of

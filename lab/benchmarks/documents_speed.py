@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from lockstep.strategies.matrix_products import choose_matrix_products
+from lockstep.functional import causal_attention
 from lockstep.mixtures.attention import attention_within
 from lockstep.mixtures.mask import mask
-from lockstep_gpt.gpt import GPT
-from lockstep.functional import causal_attention
-from lockstep_gpt.modern import ModernGPT
+from lockstep.strategies.matrix_products import choose_matrix_products
 from lockstep.tokens.tokenizer import ByteTokenizer
+from torch import Tensor
+
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.modern import ModernGPT
 
 HEADS, WIDTH, SAMPLES = 4, 128, 4
 SHAPE = {"n_layer": 4, "n_head": HEADS, "n_embd": WIDTH}

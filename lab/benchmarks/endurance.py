@@ -26,13 +26,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from process_tree import tree, wait_for, words_of
-
 from lockstep.checkpoints.reading import checkpoints_in, step_of
 from lockstep.checkpoints.sums import fault_of
-from lockstep.run.directory import RunDirectory
 from lockstep.metrics.file import STEP
+from lockstep.run.directory import RunDirectory
 from lockstep.testing.results import differences, results_of
+from process_tree import tree, wait_for, words_of
 
 LIMIT = 600.0  # seconds per run
 STEPS, KEEP = 400, 2

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmark_task import MODELS
+from lockstep.strategies.exact_sums import ExactSums
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.exact_sums import ExactSums
 from lockstep_gpt.gpt import GPT
 
 CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K

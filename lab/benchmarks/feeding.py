@@ -25,8 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
-
 from lockstep.loading.loaders import Batches, Workers
 from lockstep.loading.order import RankOrder, Shuffled
 from lockstep.loading.permutation import permute
@@ -34,6 +32,7 @@ from lockstep.loading.reading import BatchReader
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.sources.synthetic import RandomTokens
 from lockstep.tokens.windows import StreamWindows
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 B, T = 16, 1024
 

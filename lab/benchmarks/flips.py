@@ -25,18 +25,18 @@ import time
 from pathlib import Path
 
 import torch
-
-from lockstep_gpt import cli
-from lockstep.evidence.differences import Comparison, Recorded, compare
-from lockstep.evidence.flips import flip
-from lockstep.evidence.replay import NAMES, replay
-from lockstep.evidence.verify import recorded_of, steps_of
 from lockstep.checkpoints.reading import (
     checkpoints_in,
     read_checkpoint,
     write_checkpoint,
 )
+from lockstep.evidence.differences import Comparison, Recorded, compare
+from lockstep.evidence.flips import flip
+from lockstep.evidence.replay import NAMES, replay
+from lockstep.evidence.verify import recorded_of, steps_of
 from lockstep.run.directory import RunDirectory
+
+from lockstep_gpt import cli
 
 STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")

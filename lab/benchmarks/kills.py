@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from process_tree import LIMIT, processes_in, tree, words_of
-
 from lockstep.exits import Exit
 from lockstep.run.directory import RunDirectory
+from process_tree import LIMIT, processes_in, tree, words_of
 
 SECONDS_LEFT = 10.0  # how long a process may outlive its command
 RANKS = 2

@@ -20,10 +20,9 @@ from typing import Any
 
 import lightning
 import torch
+from lockstep.loading.loaders import train_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-
-from lockstep.loading.loaders import train_loader
 
 KINDS = {"1 KB": (256, 64, 400), "200 KB": (51_200, 16, 100)}  # numbers, micro-batch, batches
 SAMPLES = 20_000

@@ -157,7 +157,6 @@ def our_model(task: Task) -> nn.Module:
 def best(task: Task, config: Any) -> Callable[[], Any]:
     """Return the leanest loop on the model and optimizer of `config`, with all batches ready."""
     from hydra.utils import instantiate
-
     from lockstep.building import build
 
     T = task.shape["T"]

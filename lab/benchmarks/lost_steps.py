@@ -38,13 +38,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kills import KINDS
-from notes import CLOCK, Note, read_notes
-from process_tree import tree, words_of
-
-from lockstep.run.directory import RunDirectory
 from lockstep.memory.files import SEAL_BYTES
+from lockstep.run.directory import RunDirectory
 from lockstep.testing.results import Results as ResultsOfRun
 from lockstep.testing.results import differences, results_of
+from notes import CLOCK, Note, read_notes
+from process_tree import tree, words_of
 
 STEPS = 600
 EVERY = 5  # steps between states in memory

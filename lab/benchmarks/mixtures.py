@@ -23,13 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep_gpt.data import Tokens
-from lockstep.mixtures.mixture import Mixture
 from lockstep.loading.order import RankOrder
+from lockstep.mixtures.mixture import Mixture
 from lockstep.tokens import prepare as preparing
 from lockstep.tokens.recipe import folder_of, recipe_of
 from lockstep.tokens.shards import FORMAT, Index, Shard, Split, write_index
 from lockstep.tokens.sources.synthetic import RandomTokens
+
+from lockstep_gpt.data import Tokens
 
 B, T, VOCABULARY = 16, 1024, 50257
 BATCHES = 200  # in a round

@@ -24,10 +24,9 @@ import time
 from itertools import cycle
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from lockstep.tokens.byte_pairs import PIECE
 from lockstep.tokens.shards import load_index
+from tokenizers import Tokenizer
 
 FILE = 8 << 20  # bytes
 # The system's peak for a child would start at this process's own peak, so the build prints its own.

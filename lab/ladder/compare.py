@@ -27,10 +27,10 @@ from functools import cached_property
 from pathlib import Path
 
 from experiment import SETTINGS, load, main
+from lockstep.errors import UserError
 from matplotlib.figure import Figure
 
-from lockstep_gpt import PROGRAM
-from lockstep.errors import UserError
+from lockstep_gpt import PROJECT
 
 FOLDER = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains
@@ -88,7 +88,7 @@ def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
     else:
         yield "ddp_accelerate", [accelerate]
     command = ["-m", "lockstep_gpt", "train", *SETTINGS]
-    yield PROGRAM, [*command, f"trainer.devices={ranks}"]
+    yield PROJECT.program, [*command, f"trainer.devices={ranks}"]
 
 
 def free_port() -> int:
@@ -101,7 +101,7 @@ def run(rung: str, ranks: int, command: list[str], words: Sequence[str], folder:
     """Run one rung to its end, and return what it wrote to `folder`."""
     folder.mkdir(parents=True)
     metrics = folder / "metrics.csv"
-    out = [f"run_dir={folder}/run"] if rung == PROGRAM else [f"--metrics={metrics}"]
+    out = [f"run_dir={folder}/run"] if rung == PROJECT.program else [f"--metrics={metrics}"]
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     with (folder / "screen").open("w+") as screen:
         process = subprocess.Popen(
@@ -118,7 +118,7 @@ def run(rung: str, ranks: int, command: list[str], words: Sequence[str], folder:
         if process.returncode:
             screen.seek(0)
             sys.exit(f"{rung} on {ranks} ranks ended with {process.returncode}:\n{screen.read()}")
-    if rung == PROGRAM:
+    if rung == PROJECT.program:
         metrics = folder / "run" / "metrics.csv"
     return Run(rung, ranks, metrics, usage.ru_maxrss / 1024)
 
@@ -178,7 +178,7 @@ def remarks(runs: list[Run]) -> str:
     means = [f"{float(run.rows[-1]['val/mean_of_means']):.6f}" for run in by_hand]
     numbers = " and ".join(str(run.ranks) for run in by_hand)
     return (
-        f"lines: of the rung's own script; {PROGRAM} is a command. MB: the largest process.\n"
+        f"lines: of the rung's own script; {PROJECT.program} is a command. MB: the largest process.\n"
         "Losses differ only by rounding: other batch shapes are added in another order.\n"
         "val loss is the mean over samples. The mean of the batches' means, which you get by\n"
         "averaging the values that batches or ranks report, is "

@@ -24,11 +24,10 @@ from experiment import (
     parser,
     totals,
 )
+from lockstep.errors import UserError
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-
-from lockstep.errors import UserError
 
 
 def ddp_by_hand() -> None:

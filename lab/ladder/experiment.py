@@ -19,26 +19,26 @@ from pathlib import Path
 import numpy as np
 import torch
 from hydra.utils import instantiate
+from lockstep.batch import Batch
+from lockstep.building import build
+from lockstep.errors import UserError
+from lockstep.launch.flags import each_job
+from lockstep.loading.order import spread
+from lockstep.processes import end_process
+from lockstep.schedule import Schedule, scaled_lr
+from lockstep.strategies.matrix_products import choose_matrix_products
+from lockstep.tokens.prepare import prepare
+from lockstep.tokens.shards import Index, load_index
+from lockstep.tokens.windows import Batch as Pair
+from lockstep.tokens.windows import StreamWindows, read_windows
 from omegaconf import DictConfig
 from sampler import EpochSampler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.batch import Batch
-from lockstep.building import build
-from lockstep.strategies.matrix_products import choose_matrix_products
-from lockstep.errors import UserError
-from lockstep.launch.flags import each_job
-from lockstep.loading.order import spread
 from lockstep_gpt.language_model import LanguageModel
-from lockstep.processes import end_process
 from lockstep_gpt.programs import train_program
-from lockstep.schedule import Schedule, scaled_lr
-from lockstep.tokens.prepare import prepare
-from lockstep.tokens.shards import Index, load_index
-from lockstep.tokens.windows import Batch as Pair
-from lockstep.tokens.windows import StreamWindows, read_windows
 
 # Make the command's runs comparable with the rungs: log each step, validate once at the end.
 # 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.

@@ -25,13 +25,12 @@ import single_device
 import torch
 import torch.distributed as dist
 from experiment import load, main
+from lockstep.loading.order import eval_parts
 from sampler import EpochSampler
 from sums import pairwise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
-
-from lockstep.loading.order import eval_parts
 
 Finding = tuple[str, str]  # symptom and cure, each with measured values
 Tensors = list[torch.Tensor]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import numpy as np
-
 from lockstep.loading.order import CHUNK
 from lockstep.loading.permutation import permute
 

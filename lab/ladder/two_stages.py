@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from experiment import Experiment, as_it_is, load, main, micro_batches
+from lockstep.errors import UserError
+from lockstep.functional import linear_cross_entropy
+from lockstep.tokens.windows import Batch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.data import DataLoader
 
-from lockstep.errors import UserError
-from lockstep.functional import linear_cross_entropy
 from lockstep_gpt.language_model import LanguageModel
-from lockstep.tokens.windows import Batch
 
 
 class First(nn.Module):

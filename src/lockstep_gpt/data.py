@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule
-
-import lockstep
 from lockstep.loading.loaders import (
     Joined,
     TrainLoader,
@@ -18,6 +16,8 @@ from lockstep.tokens.packing import Packing
 from lockstep.tokens.prepared import Prepared
 from lockstep.tokens.sources.source import Source
 from lockstep.tokens.windows import Batch, Stored, move_to_device
+
+import lockstep
 
 
 class Tokens(LightningDataModule):

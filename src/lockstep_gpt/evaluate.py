@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.errors import UserError
+from lockstep.run.directory import RunDirectory
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.errors import UserError
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
-from lockstep.run.directory import RunDirectory
 from lockstep_gpt.trained_model import SAMPLES, model_of, parser_of, refuse_foreign
 
 SPLITS = {"val": "validation", "test": "the test split"}
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     cfg = None
     if options.data is None:
         cfg = configuration(path, content, options.trust)
-    from lockstep_gpt import measure# late, so that mistakes are reported at once
+    from lockstep_gpt import measure  # late, so that mistakes are reported at once
 
     with measure.joined_ranks() as ranks:
         if cfg is not None:

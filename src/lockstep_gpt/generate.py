@@ -6,6 +6,7 @@ import sys
 
 from lockstep.errors import UserError
 from lockstep.tokens.tokenizer import GrowingText, printable
+
 from lockstep_gpt.trained_model import load_for_inference, parser_of
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning import LightningDataModule, LightningModule
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.checkpoints.weights import set_weights, weights_for
+from lockstep.errors import UserError
+from lockstep.run.directory import settled
+from lockstep.settings import as_typed
+from lockstep.tokens.tokenizer import Tokenizer
 from torch import Tensor
 
 import lockstep
-from lockstep.errors import UserError
 from lockstep_gpt.language_model import LanguageModel
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
-from lockstep.run.directory import settled
-from lockstep.checkpoints.weights import set_weights, weights_for
-from lockstep.settings import as_typed
-from lockstep.tokens.tokenizer import Tokenizer
 from lockstep_gpt.trained_model import tokenizer_of
 
 logger = logging.getLogger(__name__)

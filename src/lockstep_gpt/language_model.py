@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lockstep.errors import RunError, UserError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import RunError, UserError
 from lockstep import functional
 from lockstep_gpt.sampling import BROKEN, check_sampling, sample_tokens
 from lockstep_gpt.shape import VOCAB_MULTIPLE, check_shape

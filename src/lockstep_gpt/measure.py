@@ -15,33 +15,33 @@ import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
-from omegaconf import DictConfig
-from tqdm import tqdm
-
-import lockstep
-from lockstep_gpt.data import Tokens
-from lockstep.ranks.cluster_environment import RanksEnvironment
-from lockstep.ranks.ranks import Ranks, connect, from_each_rank, leave
-from lockstep.errors import UserError
-from lockstep.functional import IGNORE, perplexity
-from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.module import GPTModule, count_targets
 from lockstep.checkpoints.content import refuse_broken_weights
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.errors import UserError
+from lockstep.functional import IGNORE, perplexity
 from lockstep.metrics.mean import entries_of_ranks
+from lockstep.ranks.cluster_environment import RanksEnvironment
+from lockstep.ranks.ranks import Ranks, connect, from_each_rank, leave
+from lockstep.run import rank_output
 from lockstep.tokens import shards
 from lockstep.tokens.sources.files import find_files
 from lockstep.tokens.sources.source import Block, Position
 from lockstep.tokens.sources.text import Text
 from lockstep.tokens.tokenizer import Tokenizer
 from lockstep.tokens.windows import Batch as Pair
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+import lockstep
+from lockstep_gpt.data import Tokens
+from lockstep_gpt.language_model import LanguageModel
+from lockstep_gpt.module import GPTModule, count_targets
 from lockstep_gpt.trained_model import (
     OUR_MODULE,
     SAMPLES,
     mask_if_configured,
     tell_changes,
 )
-from lockstep.run import rank_output
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
 # Lightning also says that callbacks of training are absent.

@@ -12,12 +12,12 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from lockstep.functional import causal_attention, is_narrow
+from lockstep.settings import check, check_whole
 from torch import Tensor, nn
 
-from lockstep.functional import causal_attention, is_narrow
 from lockstep_gpt.language_model import LanguageModel, recompute_in_backward
 from lockstep_gpt.shape import check_heads, check_switches
-from lockstep.settings import check, check_whole
 
 BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0

@@ -5,11 +5,11 @@ from functools import partial
 
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lockstep.functional import IGNORE, perplexity
 from torch import Tensor
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.functional import IGNORE, perplexity
 from lockstep_gpt.language_model import LanguageModel
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, (B, T)

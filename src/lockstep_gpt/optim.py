@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+from lockstep.errors import UserError
+from lockstep.muon.optimizer import Muon
+from lockstep.settings import check_number
 from torch import nn
 from torch.optim import AdamW, Optimizer
-
-from lockstep.errors import UserError
-from lockstep.settings import check_number
-from lockstep.muon.optimizer import Muon
 
 NamedWeights = Iterable[tuple[str, nn.Parameter]]  # as `named_parameters` gives them
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group

@@ -10,20 +10,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from lockstep import processes
-from lockstep import stop_signals
-from lockstep_gpt import CONFIGS, PROJECT
 from lockstep.building import build
 from lockstep.errors import UserError
-from lockstep.launch import composed
-from lockstep.launch import targets
+from lockstep.launch import composed, targets
 from lockstep.launch.main import Jobs
 from lockstep.logs import LEVELS, log_to_stdout
 from lockstep.settings import check_choice
 from lockstep.tokens import prepare as tokens
 from lockstep.tokens.shards import check_block_size, load_index
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import processes, stop_signals
+from lockstep_gpt import CONFIGS, PROJECT
 
 HELP = f"""\
 usage: {PROJECT.program} prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]

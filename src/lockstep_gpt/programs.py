@@ -1,8 +1,9 @@
 """The programs of this project, which the commands start."""
 
-from lockstep_gpt import CONFIGS
 from lockstep.launch.main import Program
 from lockstep.processes import invocation
+
+from lockstep_gpt import CONFIGS
 
 
 def train_program() -> Program:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-
-from lockstep.strategies.placing import layout_of
-from lockstep_gpt.sampling import check_sampling
 from lockstep.loggers.tracking import tracked_runs
 from lockstep.settings import check_number, check_switch, check_whole
+from lockstep.strategies.placing import layout_of
 from lockstep.tokens.tokenizer import Tokenizer, printable
 from lockstep.tokens.windows import read_windows
+
+from lockstep_gpt.sampling import check_sampling
 
 logger = logging.getLogger(__name__)
 

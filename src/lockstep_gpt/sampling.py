@@ -4,9 +4,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from lockstep.errors import UserError
+from torch import Tensor
 
 COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
 BROKEN = "the model's logits are infinite or not numbers; use another checkpoint"

@@ -11,19 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from omegaconf import DictConfig, OmegaConf
-
-from lockstep_gpt import CONFIGS, PROJECT
 from lockstep.building import build
+from lockstep.checkpoints.content import refuse_broken_weights
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.errors import UserError
 from lockstep.processes import invocation
 from lockstep.run import trust
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
-from lockstep.checkpoints.content import refuse_broken_weights
 from lockstep.run.directory import literal, settled
 from lockstep.run.source_code import changes_since
 from lockstep.tokens.tokenizer import Tokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep_gpt import CONFIGS, PROJECT
 
 if TYPE_CHECKING:
     from lockstep_gpt.language_model import LanguageModel

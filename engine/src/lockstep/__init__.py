@@ -11,31 +11,31 @@ if TYPE_CHECKING:
     from lockstep.batch import Batch as Batch
     from lockstep.building import build as build
     from lockstep.building import instantiate_all as instantiate_all
-    from lockstep.strategies.matrix_products import (
-        choose_matrix_products as choose_matrix_products,
-    )
-    from lockstep.ranks.ranks import Ranks as Ranks
-    from lockstep.strategies.placing import place as place
+    from lockstep.callbacks.clipping import ClipAndSkip as ClipAndSkip
+    from lockstep.callbacks.counted_targets import CountTargets as CountTargets
+    from lockstep.callbacks.guards import Guards as Guards
+    from lockstep.callbacks.progress import Progress as Progress
+    from lockstep.callbacks.seeds import MicroBatchSeeds as MicroBatchSeeds
+    from lockstep.callbacks.step_rate import StepRate as StepRate
+    from lockstep.callbacks.stopping import GracefulStop as GracefulStop
+    from lockstep.callbacks.validation import ValidateEvery as ValidateEvery
+    from lockstep.checkpoints.callback import Checkpoints as Checkpoints
+    from lockstep.checkpoints.weights import load_weights as load_weights
     from lockstep.launch.main import main as main
     from lockstep.loading.loaders import eval_loader as eval_loader
     from lockstep.loading.loaders import train_loader as train_loader
     from lockstep.loading.order import Order as Order
-    from lockstep.checkpoints.callback import Checkpoints as Checkpoints
-    from lockstep.callbacks.guards import Guards as Guards
     from lockstep.memory.callback import StateInMemory as StateInMemory
     from lockstep.metrics.callback import Metrics as Metrics
-    from lockstep.callbacks.progress import Progress as Progress
-    from lockstep.callbacks.stopping import GracefulStop as GracefulStop
-    from lockstep.callbacks.validation import ValidateEvery as ValidateEvery
     from lockstep.metrics.mean import Mean as Mean
+    from lockstep.ranks.ranks import Ranks as Ranks
     from lockstep.run.run import Run as Run
-    from lockstep.checkpoints.weights import load_weights as load_weights
     from lockstep.schedule import Schedule as Schedule
     from lockstep.schedule import scaled_lr as scaled_lr
-    from lockstep.callbacks.clipping import ClipAndSkip as ClipAndSkip
-    from lockstep.callbacks.counted_targets import CountTargets as CountTargets
-    from lockstep.callbacks.seeds import MicroBatchSeeds as MicroBatchSeeds
-    from lockstep.callbacks.step_rate import StepRate as StepRate
+    from lockstep.strategies.matrix_products import (
+        choose_matrix_products as choose_matrix_products,
+    )
+    from lockstep.strategies.placing import place as place
 
 # For GNU OpenMP, which reads it when torch is imported: a thread that waits for others leaves its
 # core to other programs sooner. With its own value, 300,000, steps on a busy machine take many

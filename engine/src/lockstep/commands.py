@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from lockstep import standard_streams
-from lockstep import stop_signals
-from lockstep import project
+from lockstep import project, standard_streams, stop_signals
 from lockstep.errors import (
     ReportedError,
     RunError,
@@ -20,16 +18,15 @@ from lockstep.errors import (
     refusing_long_names,
 )
 from lockstep.exits import after_signal
-from lockstep.project import Command
-from lockstep.versions import VERSION
 from lockstep.processes import (
     end_process,
     name_restored,
     own_process,
     print_error,
 )
+from lockstep.project import Command
 from lockstep.stop_signals import Interrupted
-
+from lockstep.versions import VERSION
 
 # Of the engine; a project adds its own.
 OURS = {
@@ -140,7 +137,13 @@ def _usage() -> str:
     """Return the help of the program, with a line for each command."""
     commands = table()
     lines = [f"  {name:<10}{commands[name].meaning}" for name in _public_commands()]
-    usage = [f"usage: {project.program()} COMMAND ...", "", *lines, "", "Also: COMMAND --help, --version"]
+    usage = [
+        f"usage: {project.program()} COMMAND ...",
+        "",
+        *lines,
+        "",
+        "Also: COMMAND --help, --version",
+    ]
     return "\n".join(usage)
 
 

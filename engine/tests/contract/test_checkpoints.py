@@ -5,17 +5,17 @@ import pytest
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
-from lockstep.errors import RunError, UserError
+from lockstep.callbacks.seeds import MicroBatchSeeds
 from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.content import WEIGHTS
+from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     newest_valid,
     step_of,
 )
-from lockstep.checkpoints.content import WEIGHTS
-from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.errors import RunError, UserError
 
 slow = pytest.mark.slow
 OPTIMIZERS = {

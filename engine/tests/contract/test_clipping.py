@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from lockstep.errors import RunError, UserError
 from lockstep.callbacks.clipping import ClipAndSkip
+from lockstep.errors import RunError, UserError
 
 slow = pytest.mark.slow
 OPTIMIZERS = {

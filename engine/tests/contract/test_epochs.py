@@ -10,12 +10,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep.loading.loaders import eval_loader, train_loader
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.metrics.callback import Metrics
-from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in
-from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in
+from lockstep.loading.loaders import eval_loader, train_loader
+from lockstep.metrics.callback import Metrics
 
 slow = pytest.mark.slow
 SAMPLES = 5 * 48  # an epoch has five steps

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lockstep.errors import UserError
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.errors import UserError
 
 OPTIMIZERS = {
     "Adam": (torch.optim.Adam, {}),

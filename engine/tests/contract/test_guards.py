@@ -8,12 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lockstep.errors import RunError, UserError
 from lockstep.callbacks.guards import Guards
-from lockstep.metrics.callback import Metrics
-from lockstep.metrics.mean import Mean
 from lockstep.callbacks.replays import Replays
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.errors import RunError, UserError
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.mean import Mean
 
 slow = pytest.mark.slow
 SEED = 7

@@ -11,16 +11,16 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lockstep.errors import UserError
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.metrics.callback import Metrics
-from lockstep.callbacks.validation import ValidateEvery
-from lockstep.checkpoints.reading import checkpoints_in, step_of
-from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.metrics.mean import Mean
-from lockstep.metrics.file import MetricsFile
-from lockstep.metrics.rows import STEP
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.callbacks.validation import ValidateEvery
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.reading import checkpoints_in, step_of
+from lockstep.errors import UserError
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.file import MetricsFile
+from lockstep.metrics.mean import Mean
+from lockstep.metrics.rows import STEP
 
 slow = pytest.mark.slow
 EVERY = 10

@@ -8,16 +8,16 @@ import threading
 import lightning
 import pytest
 
-from lockstep.errors import UserError
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.memory.callback import StateInMemory
-from lockstep.callbacks.stopping import GracefulStop
-from lockstep.checkpoints.reading import checkpoints_in, step_of
-from lockstep.run.directory import RunDirectory
-from lockstep.memory import files
-from lockstep.memory.files import HEADER_BYTES, identity_of, states_in
-from lockstep.run.run import Run
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.callbacks.stopping import GracefulStop
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.reading import checkpoints_in, step_of
+from lockstep.errors import UserError
+from lockstep.memory import files
+from lockstep.memory.callback import StateInMemory
+from lockstep.memory.files import HEADER_BYTES, identity_of, states_in
+from lockstep.run.directory import RunDirectory
+from lockstep.run.run import Run
 
 
 @pytest.fixture

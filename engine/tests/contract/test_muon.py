@@ -3,11 +3,11 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lockstep_gpt.optim import muon
 from torch import nn
 
-from lockstep_gpt.optim import muon
-from lockstep.muon.owned import OwnedMatrices
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.muon.owned import OwnedMatrices
 
 slow = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import signal
 import lightning
 import pytest
 
-from lockstep.processes import STOP_SIGNALS
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.callbacks.stopping import GracefulStop, Stopped
-from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in, step_of
 from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.callbacks.stopping import GracefulStop, Stopped
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in, step_of
+from lockstep.processes import STOP_SIGNALS
 
 slow = pytest.mark.slow
 

@@ -10,13 +10,13 @@ from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 
 from lockstep.batch import Batch
+from lockstep.callbacks.seeds import MicroBatchSeeds
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.reading import checkpoints_in, step_of
 from lockstep.errors import UserError
 from lockstep.loading.loaders import TrainLoader, eval_loader, train_loader
 from lockstep.loading.order import Shuffled
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.checkpoints.reading import checkpoints_in, step_of
-from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.callbacks.seeds import MicroBatchSeeds
 
 slow = pytest.mark.slow
 SPREADS = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]  # ranks, accumulation

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Runs commands one after another, as the program would; imports take seconds and happen once.
 # Prints the exit status and the output of each.
 TELL = """

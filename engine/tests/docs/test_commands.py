@@ -5,13 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from lockstep_gpt import PROJECT, cli, extras
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep_gpt import cli
-from lockstep_gpt import PROGRAM, extras
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # In a project: the page that a newcomer follows. The template's tests run all others; not your own
 # pages: they may show any commands.
 OF_TEMPLATE = (
@@ -77,7 +76,7 @@ def is_composed(line):
 def is_absent(line):
     """Tell whether this is a command of an extra that a project doesn't have."""
     program, name = line.split()[:2]
-    return program == PROGRAM and name not in cli.COMMANDS and not IS_TEMPLATE
+    return program == PROJECT.program and name not in table() and not IS_TEMPLATE
 
 
 STEP = re.compile(r" (train|prepare) ")

@@ -7,10 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from lockstep_gpt import PROJECT
 
-from lockstep_gpt import PROGRAM
+PROGRAM = PROJECT.program
 
-PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
+PAGE = Path(__file__).parents[3] / "docs/troubleshooting.md"
 ROW = re.compile(rf"^\| ([\d+ n]+) \| .* \| `([^`]*\b{PROGRAM} train [^`]+)`.* \|$", re.MULTILINE)
 EXAMPLES = dict(ROW.findall(PAGE.read_text("utf-8"))) if PAGE.is_file() else {}
 

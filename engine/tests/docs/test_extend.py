@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILE = ROOT / "docs/extend.md"
 if not FILE.is_file():
     pytest.skip("no docs/extend.md here", allow_module_level=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import lightning
 import pytest
 from lightning.pytorch import callbacks, loggers, profilers
+from lockstep_gpt.train import build
 
 import lockstep
 from lockstep.errors import UserError
 from lockstep.launch.targets import REFUSED, refuse_mistakes
-from lockstep_gpt.train import build
 
-FILE = Path(__file__).parents[2] / "docs/lightning.md"
+FILE = Path(__file__).parents[3] / "docs/lightning.md"
 if not FILE.is_file():
     pytest.skip("no docs/lightning.md here", allow_module_level=True)
 PAGE = FILE.read_text(encoding="utf-8")

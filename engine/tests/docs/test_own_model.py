@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt import cli
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILE = ROOT / "docs/extend.md"
 if not FILE.is_file():
     pytest.skip("no docs/extend.md here", allow_module_level=True)
@@ -62,7 +60,7 @@ class Bigrams(nn.Module):
 COMMANDS = [
     words
     for words in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
-    if words.split()[0] in cli.COMMANDS
+    if words.split()[0] in table()
 ]
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
@@ -107,6 +105,8 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
 TELL = """
 import json, sys
 from lockstep_gpt import cli
+
+from lockstep.commands import table
 for words in json.loads(sys.argv[1]):
     assert cli.main(words) == 0, words
     print("=" * 80, flush=True)

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from lockstep_gpt import PROJECT
 
-from lockstep_gpt import PROGRAM
+PROGRAM = PROJECT.program
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, and the line that it prints
 
 OURS = re.compile(r"(; to [a-z ]+: ).+ train run_dir=")  # the command of this installation

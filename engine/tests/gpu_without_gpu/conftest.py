@@ -13,8 +13,8 @@ from lightning import Callback
 from torch._dynamo.backends.debugging import aot_eager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.strategies import placing as strategies
 from lockstep import functional
+from lockstep.strategies import placing as strategies
 
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
 

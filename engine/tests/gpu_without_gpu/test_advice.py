@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.ranks import ranks
 from lockstep.exits import Exit
 from lockstep.launch import rank
 from lockstep.launch.hydra_job import HYDRA_FILE
+from lockstep.ranks import ranks
 from lockstep.run import run
 from lockstep.run.directory import RunDirectory
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.strategies import placing as strategies
 from lockstep.errors import UserError
+from lockstep.strategies import placing as strategies
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from lightning import Callback
 
-from lockstep.strategies import placing as strategies
-from lockstep.ranks.flight_recorder import record_collectives
-from lockstep.ranks.ranks import backend_of
+from lockstep.callbacks.guards import Guards, stall_limit
 from lockstep.launch.agent import FAILURE_GRACE, RankAgent
 from lockstep.launch.first_signal import FirstSignal
 from lockstep.launch.shared_stop import SharedStop
-from lockstep.callbacks.guards import Guards, stall_limit
+from lockstep.ranks.flight_recorder import record_collectives
+from lockstep.ranks.ranks import backend_of
+from lockstep.strategies import placing as strategies
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}

@@ -11,10 +11,10 @@ import torch
 import torch._dynamo.variables.higher_order_ops as tracing
 import torch.distributed as dist
 
+from lockstep import functional
 from lockstep.strategies.tensor_splits import TensorRanks
 from lockstep.strategies.tensor_sums import sum_gradients, sum_outputs
 from lockstep.strategies.vocabulary_loss import split_cross_entropy
-from lockstep import functional
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated. Methods on autograd")
 VOCAB, PADDED, ROWS, C = 500, 512, 256, 32

@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 import torch
 from lightning import Callback
+from lockstep_gpt.gpt import GPT
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies import fsdp2
 from lockstep.strategies import placing as strategies
-from lockstep_gpt.gpt import GPT
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
-
 from lockstep_gpt import optim
 from lockstep_gpt.gpt import GPT
+from torch.utils._pytree import tree_leaves
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 

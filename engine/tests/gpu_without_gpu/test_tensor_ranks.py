@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning import Callback
+from lockstep_gpt.gpt import GPT
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.errors import UserError
 from lockstep.strategies import placing as strategies
 from lockstep.strategies.tensor_parallel import refuse_unsplittable
-from lockstep.errors import UserError
-from lockstep_gpt.gpt import GPT
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = [

@@ -6,12 +6,12 @@ import pytest
 import torch
 from lightning import Callback
 
-from lockstep.strategies import placing as strategies
-from lockstep.ranks.ranks import Ranks, gloo_group
-from lockstep.launch import rank as of_launch
 from lockstep.callbacks.guards import stall_limit
 from lockstep.callbacks.stopping import GracefulStop
+from lockstep.launch import rank as of_launch
+from lockstep.ranks.ranks import Ranks, gloo_group
 from lockstep.run.directory import RunDirectory
+from lockstep.strategies import placing as strategies
 
 SECONDS = 77  # torch's defaults are 600 and 1800; the ranks of these tests joined with 30
 FSDP2 = {

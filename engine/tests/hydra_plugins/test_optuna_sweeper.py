@@ -4,10 +4,10 @@ import math
 import sys
 
 import pytest
+from lockstep_gpt.programs import train_program
 
 from lockstep.errors import UserError
 from lockstep.launch import composed
-from lockstep_gpt.programs import train_program
 
 SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]
 

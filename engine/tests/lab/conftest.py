@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-collect_ignore_glob = [] if (Path(__file__).parents[2] / "lab").is_dir() else ["*"]
+collect_ignore_glob = [] if (Path(__file__).parents[3] / "lab").is_dir() else ["*"]

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lockstep_gpt import cli
 from packaging.requirements import Requirement
 
 import lockstep
-from lockstep_gpt import cli
 
-FOLDER = Path(__file__).parents[2] / "lab/first_hour"
+FOLDER = Path(__file__).parents[3] / "lab/first_hour"
 LIST = """
 import json, run
 print(json.dumps({letter: [each.name for each in stage.measurements]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-SCRIPT = Path(__file__).parents[2] / "lab/speedrun.py"
+SCRIPT = Path(__file__).parents[3] / "lab/speedrun.py"
 RECIPES = sorted((SCRIPT.parent / "speedrun").iterdir())
 # After its first section of steps, it knows which byte always follows another in this text.
 RECIPE = """

@@ -6,11 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.launch import devices, launcher, rank_program, supervise
 from lockstep.ranks import ranks
-from lockstep.launch import devices
-from lockstep.launch import launcher
-from lockstep.launch import rank_program
-from lockstep.launch import supervise
 from lockstep.run.directory import RunDirectory
 
 PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -9,14 +9,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
+from lockstep_gpt import CONFIGS
 from omegaconf import OmegaConf
 
-from lockstep_gpt import CONFIGS
 from lockstep.errors import UserError
-from lockstep.launch import composed
-from lockstep.launch import hydra_job
-from lockstep.launch import targets
-from lockstep_gpt.programs import train_program
+from lockstep.launch import composed, hydra_job, targets
+from lockstep.launch.main import training
 from lockstep.run.directory import flat
 
 SECRET = "canary-2f6c"
@@ -32,7 +30,7 @@ def jobs(*words):
     def job(config):
         made.append(hydra_job.values_to_freeze(config))
 
-    composed.call(train_program().source, composed.for_hydra(list(words)), job)
+    composed.call(training().source, composed.for_hydra(list(words)), job)
     return made
 
 
@@ -51,14 +49,20 @@ def refusal(*words):
     return line
 
 
+def files_of(group):
+    """Return the files of a group, the project's and the engine's, by choice."""
+    folders = composed.folders_of(training().source)
+    return {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+
+
 def choices(group):
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    return sorted(files_of(group))
 
 
 def complete(group):
     """Return the choices that need no other settings."""
     needs = ("${initial:", "${oc.env:")
-    texts = {name: (CONFIGS / group / f"{name}.yaml").read_text() for name in choices(group)}
+    texts = {name: path.read_text() for name, path in files_of(group).items()}
     known = [name for name, text in texts.items() if not any(word in text for word in needs)]
     return [name for name in known if name not in OPEN.get(group, ())]
 
@@ -178,7 +182,7 @@ def test_an_error_of_the_job_itself_is_not_taken_for_a_wrong_setting():
         raise ValueError(f"a fault at step {config.max_steps}")
 
     with pytest.raises(ValueError, match="a fault at step 3") as fault:
-        composed.call(train_program().source, ["max_steps=3"], job)
+        composed.call(training().source, ["max_steps=3"], job)
     assert not isinstance(fault.value, UserError)
 
 

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import ReportedError, RunError, UserError
-from lockstep.launch import launcher
-from lockstep.launch import start
+from lockstep.launch import launcher, start
 from lockstep.launch.start import NewRun
 
 SKEWED = """

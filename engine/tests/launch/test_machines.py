@@ -5,15 +5,13 @@ import time
 
 import pytest
 
-from lockstep.ranks import waiting
 from lockstep.errors import RunError, UserError
-from lockstep.launch import machines
-from lockstep.launch import meeting
-from lockstep.launch import start
+from lockstep.launch import machines, meeting, start
 from lockstep.launch.devices import spread_batches
 from lockstep.launch.machines import rendezvous_parameters
 from lockstep.launch.placement import Launch, Placement
 from lockstep.launch.start import NewRun
+from lockstep.ranks import waiting
 from lockstep.run.directory import RunDirectory
 
 VALUES = {

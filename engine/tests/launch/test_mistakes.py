@@ -4,14 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lockstep_gpt
-from lockstep_gpt import cli
-from lockstep_gpt import CONFIGS, PROGRAM
+import pytest
+from lockstep_gpt import CONFIGS, PROJECT, cli
+
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import start
+
+PROGRAM = PROJECT.program
 
 PACKAGE = Path(lockstep_gpt.__file__).parent
 MODELS, STRATEGIES, LOGGERS, CALLBACKS, EXPERIMENTS = (

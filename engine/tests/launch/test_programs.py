@@ -4,8 +4,7 @@ import os
 import subprocess
 import sys
 
-from lockstep.launch import agent_program
-from lockstep.launch import rank_program
+from lockstep.launch import agent_program, rank_program
 from lockstep.run.directory import RunDirectory
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.ranks.ranks import Ranks
 from lockstep.launch.rank import frozen_config
+from lockstep.ranks.ranks import Ranks
 from lockstep.run.directory import RunDirectory
 
 

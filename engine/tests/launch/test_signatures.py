@@ -32,7 +32,7 @@ TORCHS = [
     for name in package.__all__
 ]
 METRICS = [f"torchmetrics.{name}" for name in torchmetrics.__all__]
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 OURS = sorted(
     {
         target

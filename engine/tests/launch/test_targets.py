@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import lightning
 import pytest
 from lightning.pytorch import callbacks, loggers, strategies
+from lockstep_gpt import CONFIGS, PROJECT, cli
 
-from lockstep_gpt import cli
-from lockstep_gpt import CONFIGS, PROGRAM
 from lockstep.errors import UserError
 from lockstep.launch.targets import REFUSED, refuse_mistakes
+
+PROGRAM = PROJECT.program
 
 LIGHTNINGS = "lightning.pytorch.callbacks"
 HIDING = {

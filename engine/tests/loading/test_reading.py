@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.patches import numpy as numpy_patches
 from lockstep.loading.order import Places
 from lockstep.loading.reading import BatchReader
+from lockstep.patches import numpy as numpy_patches
 
 DRAWS = {
     "torch": lambda: torch.rand(3).tolist(),

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from lockstep.checkpoints.reading import checkpoint_path
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.reading import checkpoint_path
 from lockstep.checkpoints.sums import sum_path
 from lockstep.run.directory import RunDirectory
 

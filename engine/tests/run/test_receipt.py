@@ -4,9 +4,9 @@ import lightning
 import pytest
 import torch
 
-from lockstep.strategies import placing as strategies
 from lockstep.run.receipt import facts_of
 from lockstep.settings import counted
+from lockstep.strategies import placing as strategies
 
 
 class Own(lightning.LightningModule):

@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.strategies import placing as strategies
-from lockstep.strategies.exact_sums import SingleDeviceStrategy
-from lockstep.strategies.restored_states import copy_restored_state
-from lockstep.errors import UserError
 from lockstep.checkpoints import sums as checkpoint_sums
+from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.checkpoints.reading import (
     checkpoint_path,
     find_verified,
     read_verified,
     write_checkpoint,
 )
-from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.checkpoints.sums import sum_path, verify
+from lockstep.errors import UserError
 from lockstep.run.directory import RunDirectory
 from lockstep.run.resuming import (
     refuse_lost_numbers,
@@ -28,6 +25,9 @@ from lockstep.run.resuming import (
     state_to_resume,
     verified_on_each_machine,
 )
+from lockstep.strategies import placing as strategies
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.strategies.restored_states import copy_restored_state
 
 DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}
 MIB = 2**20

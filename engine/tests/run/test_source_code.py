@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-
 from lockstep_gpt.cli import main
-from lockstep.run import source_code
+from lockstep_gpt.trained_model import load_model
+
 from lockstep.callbacks.arithmetic import Arithmetic
 from lockstep.checkpoints.reading import checkpoint_path, find_checkpoint
-from lockstep_gpt.trained_model import load_model
+from lockstep.run import source_code
 
 
 @pytest.fixture

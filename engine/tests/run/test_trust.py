@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import yaml
-
 from lockstep_gpt import CONFIGS
+
 from lockstep.run import trust
 
 WATCHED = """

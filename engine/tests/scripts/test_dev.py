@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "dev.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "dev.py"
 SCRIPTS = (SCRIPT, SCRIPT.with_name("environments.py"))
 
 PYPROJECT = """\

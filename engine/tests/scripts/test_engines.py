@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 SKY = yaml.safe_load((SCRIPTS / "sky/train.yaml").read_text("utf-8"))
 JOB = [*yaml.safe_load_all((SCRIPTS / "kubernetes/job.yaml").read_text("utf-8"))][-1]
 PACE = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 DEMO = {
     "project": {

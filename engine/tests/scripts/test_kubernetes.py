@@ -10,7 +10,7 @@ import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob as TrainJob
 from kubernetes import client
 
-FOLDER = Path(__file__).parents[2] / "scripts/kubernetes"
+FOLDER = Path(__file__).parents[3] / "scripts/kubernetes"
 SCRIPT = FOLDER / "train.sh"
 
 

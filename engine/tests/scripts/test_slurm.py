@@ -23,7 +23,7 @@ pytestmark = [
         reason="needs root, iproute2, and Debian's slurm-wlm and munge",
     ),
 ]
-SCRIPT = Path(__file__).parents[2] / "scripts/slurm/train.sbatch"
+SCRIPT = Path(__file__).parents[3] / "scripts/slurm/train.sbatch"
 CONF = """
 ClusterName=test
 SlurmctldHost={host}({address})

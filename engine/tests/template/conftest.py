@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # `hooks` isn't part of the package
 # A source distribution contains the tests, but not the template.
 collect_ignore_glob = [] if (ROOT / "hooks").is_dir() else ["*"]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from cookiecutter.main import cookiecutter
+from hooks.answers import EXTRAS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hooks.answers import EXTRAS
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REFUSED = [
     ("package_name", "class", "keyword"),
     ("package_name", "lambda", "keyword"),

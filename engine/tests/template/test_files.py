@@ -12,10 +12,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 import yaml
-from markdown_it import MarkdownIt
-
 from hooks.answers import EXTRAS, LICENSES, places
 from hooks.contents import MARKED
+from markdown_it import MarkdownIt
 
 CHOICES = ["none", *EXTRAS, "all"]
 # Parts of the living root that projects don't get; a name that ends with a slash is a folder.

@@ -9,10 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hooks.answers import Refused, checked
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from hooks.answers import Refused, checked
 
 # Names that mean something elsewhere: to Python, to YAML, to the package itself.
 TEMPTING = ["cli", "config", "false", "main", "model", "no", "none", "np", "null", "on", "self"]

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from hooks.answers import EXTRAS, Refused
 from hooks.extras import choose
-from lockstep_gpt import VERSION
 
 FIRST, LAST = "# the template's first line\n", "# the user's last line\n"
 
@@ -107,7 +105,7 @@ def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update
 
 @pytest.mark.slow
 def test_an_owner_s_version_is_not_the_template_s(project, upstream, update, committed):
-    changes = {"pyproject.toml": 'version = "{}"', "src/{}/__init__.py": 'VERSION = "{}"'}
+    changes = {"pyproject.toml": 'version = "{}"', "src/{}/__init__.py": 'version="{}"'}
 
     def replace(folder: Path, package: str, old: str, new: str) -> None:
         for name, line in changes.items():
@@ -118,7 +116,7 @@ def test_an_owner_s_version_is_not_the_template_s(project, upstream, update, com
 
     replace(project, "my_gpt", "0.1.0", "3.1.4")
     committed(project)
-    replace(upstream, "lockstep_gpt", VERSION, "9.9.9")
+    replace(upstream, "lockstep_gpt", PROJECT.version, "9.9.9")
     committed(upstream)
     assert "all applied and staged" in update(project)
     replace(project, "my_gpt", "3.1.4", "3.1.5")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = Path(__file__).parents[3] / "src"
 CONFIGS = SOURCE.with_name("configs")
 PACKAGE = "lockstep_gpt"
 # From the bottom up; a module may use layers before its own, and its own.

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.testing import experiment
-from lockstep.testing import assert_lockstep
+from lockstep.testing import assert_lockstep, experiment
 from lockstep.testing.assertion import completed
 from lockstep.testing.experiment import command_of, joined
 

@@ -3,8 +3,8 @@
 import re
 
 import pytest
-
 from lockstep_gpt import cli
+
 from lockstep.testing import command as check_command
 
 SHORT = ["val_tokens=512", "callbacks=[]", "model.n_layer=1"]

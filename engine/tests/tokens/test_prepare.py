@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import UserError
 from lockstep.ranks.ranks import Ranks
 from lockstep.ranks.waiting import MeetingError
-from lockstep.errors import UserError
 from lockstep.tokens import build as build_module
 from lockstep.tokens import prepare as prepare_module
 from lockstep.tokens.prepare import prepare, prepare_once

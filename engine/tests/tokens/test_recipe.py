@@ -8,9 +8,9 @@ from pathlib import Path
 import fsspec  # noqa: F401 (it reads `sys.version` when it is imported)
 import pytest
 from hydra.utils import get_class
+from lockstep_gpt import CONFIGS
 from omegaconf import OmegaConf
 
-from lockstep_gpt import CONFIGS
 from lockstep.errors import UserError
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.recipe import FORMER, _digest, recipe_of

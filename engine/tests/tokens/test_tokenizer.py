@@ -17,7 +17,7 @@ from lockstep.tokens.tokenizer import (
     token_dtype,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 

@@ -13,8 +13,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep.errors import UserError
-from lockstep.tokens import rank_files
-from lockstep.tokens import tokenizer_files
+from lockstep.tokens import rank_files, tokenizer_files
 from lockstep.tokens.byte_pairs import byte_characters, learn
 from lockstep.tokens.sources.text import Text
 from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer

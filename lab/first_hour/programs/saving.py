@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 from clock import DEVICE, DRY, seconds_of, show
-
-from lockstep_gpt.gpt import GPT
-from lockstep_gpt.optim import adamw
 from lockstep.callbacks.weight_hashes import digest
 from lockstep.checkpoints.reading import size_of, write_checkpoint
 from lockstep.checkpoints.writing import CopyingCheckpointIO
+
+from lockstep_gpt.gpt import GPT
+from lockstep_gpt.optim import adamw
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lockstep.checkpoints.content import samples_of
+from lockstep.damaged_files import read_informative_object
+from lockstep.loggers.tracking import git_state
+from lockstep.run.directory import settled
 
 from lockstep_gpt import PROJECT
-from lockstep.damaged_files import read_informative_object
 from lockstep_gpt.language_model import LanguageModel
-from lockstep.checkpoints.content import samples_of
-from lockstep.run.directory import settled
-from lockstep.loggers.tracking import git_state
 
 # Settings that determine the weights.
 GROUPS = ("model", "data", "optim", "schedule", "batch")

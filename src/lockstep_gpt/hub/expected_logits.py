@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lockstep.errors import UserError
 from torch import Tensor
 
-from lockstep.errors import UserError
 from lockstep_gpt.language_model import LanguageModel
 
 LONGEST = 256  # tokens that are compared; more would take minutes with a large model

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
-from lockstep_gpt.hub.exported_tokenizer import as_files
-from lockstep.optional import import_optional
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.errors import UserError
+from lockstep.optional import import_optional
 from lockstep.tokens.tokenizer import Tokenizer
+
+from lockstep_gpt.hub.exported_tokenizer import as_files
 from lockstep_gpt.trained_model import load_model, parser_of
 
 

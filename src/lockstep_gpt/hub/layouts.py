@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lockstep.errors import UserError
 from torch import Tensor
 
-from lockstep.errors import UserError
 from lockstep_gpt.hub.expected_logits import GPT2_CHECK, MODERN_CHECK, Check
 from lockstep_gpt.initial_weights import POSITIONS
 from lockstep_gpt.language_model import LanguageModel

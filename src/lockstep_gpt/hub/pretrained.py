@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep.errors import UserError
+from lockstep.optional import import_optional
+from lockstep.settings import as_typed
+from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_files import ON_HUB, SIZES
 from torch import Tensor
 
-from lockstep.errors import UserError
 from lockstep_gpt.hub.layouts import (
     Layout,
     import_weights,
@@ -18,10 +22,6 @@ from lockstep_gpt.hub.layouts import (
 )
 from lockstep_gpt.initial_weights import POSITIONS, PROBE
 from lockstep_gpt.language_model import LanguageModel
-from lockstep.optional import import_optional
-from lockstep.settings import as_typed
-from lockstep.tokens.tokenizer import Tokenizer
-from lockstep.tokens.tokenizer_files import ON_HUB, SIZES
 
 WEIGHTS = "model.safetensors"
 FILES = '"*.json" "*.safetensors"'  # of a repository on the hub

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from lightning import Callback
 
-from lockstep.versions import VERSION
 from lockstep.ranks.ranks import from_each_rank
 from lockstep.run.source_code import changes_since, file_hashes
+from lockstep.versions import VERSION
 
 logger = logging.getLogger(__name__)
 

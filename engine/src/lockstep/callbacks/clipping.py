@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lockstep.strategies.placing import ModelLayout, layout_of
-from lockstep.errors import RunError
 from lockstep.callbacks.step import StepCallback
-from lockstep.settings import check, check_number, check_whole
+from lockstep.errors import RunError
 from lockstep.patches.torch import let_others_unscale
+from lockstep.settings import check, check_number, check_whole
+from lockstep.strategies.placing import ModelLayout, layout_of
 
 
 class ClipAndSkip(StepCallback):

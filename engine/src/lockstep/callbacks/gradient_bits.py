@@ -10,11 +10,11 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.errors import UserError
+from lockstep.patches.torch import BatchNorm
 from lockstep.strategies.bit_sums import bit_sum
 from lockstep.strategies.exact_sums import AddsGradients
 from lockstep.strategies.placing import layout_of
-from lockstep.errors import UserError
-from lockstep.patches.torch import BatchNorm
 
 Bits = Tensor  # (3 + tensors,), int64: sums of the bits of tokens, loss, and gradients
 

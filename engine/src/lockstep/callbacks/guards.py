@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from lightning import Trainer
 
-from lockstep.strategies.bit_sums import bit_sum
-from lockstep.ranks.flight_recorder import TRACE, write_trace
-from lockstep.ranks.ranks import LONGEST_WAIT, backend_here
-from lockstep.strategies.placing import layout_of
-from lockstep.errors import RunError
-from lockstep.exits import Exit
-from lockstep.run import last_line
 from lockstep.callbacks.limits import tell_limits
 from lockstep.callbacks.step import StepCallback
+from lockstep.errors import RunError
+from lockstep.exits import Exit
+from lockstep.ranks.flight_recorder import TRACE, write_trace
+from lockstep.ranks.ranks import LONGEST_WAIT, backend_here
+from lockstep.run import last_line
 from lockstep.run.run import Run
 from lockstep.settings import check_number, check_whole, not_a_config
+from lockstep.strategies.bit_sums import bit_sum
+from lockstep.strategies.placing import layout_of
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does

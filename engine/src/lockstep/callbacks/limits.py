@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
 from lockstep.loading.loaders import EvalLoader, Joined, TrainLoader
-from lockstep.settings import counted
 from lockstep.patches.torch import BatchNorm
+from lockstep.settings import counted
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 from lightning import Trainer
 from tqdm import tqdm
 
-from lockstep.metrics.callback import Metrics
 from lockstep.callbacks.step import StepCallback, only
+from lockstep.metrics.callback import Metrics
 from lockstep.settings import as_column
 
 logger = logging.getLogger(__name__)

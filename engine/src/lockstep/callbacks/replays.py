@@ -14,14 +14,7 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.strategies.bit_sums import bit_sum
-from lockstep.ranks.ranks import from_each_rank, tensors_of_ranks
-from lockstep.errors import RunError, UserError
-from lockstep.loading.loaders import TrainLoader
 from lockstep.callbacks.arithmetic import processor_of
-from lockstep.callbacks.guards import refuse_differing_replicas
-from lockstep.settings import check_whole
-from lockstep.patches.torch import shallow_copy
 from lockstep.callbacks.gradient_bits import (
     Bits,
     GradientBits,
@@ -29,7 +22,14 @@ from lockstep.callbacks.gradient_bits import (
     refuse_changing_kernels,
     refuse_without_replicas,
 )
+from lockstep.callbacks.guards import refuse_differing_replicas
 from lockstep.callbacks.seeds import leaf_seed, seed_device
+from lockstep.errors import RunError, UserError
+from lockstep.loading.loaders import TrainLoader
+from lockstep.patches.torch import shallow_copy
+from lockstep.ranks.ranks import from_each_rank, tensors_of_ranks
+from lockstep.settings import check_whole
+from lockstep.strategies.bit_sums import bit_sum
 
 
 class Vote(NamedTuple):

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep import stop_signals
-from lockstep.ranks.ranks import LONGEST_WAIT, gloo_group
-from lockstep.patches.lightning import wait_of, without_sigterm_broadcasts
-from lockstep.checkpoints.callback import Checkpoints
 from lockstep.callbacks.step import StepCallback
+from lockstep.checkpoints.callback import Checkpoints
 from lockstep.memory.turns import KEEP, NOTHING, MemoryTurns
+from lockstep.patches.lightning import wait_of, without_sigterm_broadcasts
+from lockstep.ranks.ranks import LONGEST_WAIT, gloo_group
 from lockstep.settings import not_a_config
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.bit_sums import bit_sum
-from lockstep.ranks.ranks import tensors_of_ranks
-from lockstep.callbacks.step import StepCallback
-from lockstep.run.run import Run
-from lockstep.metrics.trace_file import TraceFile, TraceRow, as_digits
-from lockstep.settings import check_whole
 from lockstep.callbacks.clipping import ClipAndSkip
 from lockstep.callbacks.gradient_bits import (
     Bits,
     GradientBits,
     refuse_without_replicas,
 )
+from lockstep.callbacks.step import StepCallback
+from lockstep.metrics.trace_file import TraceFile, TraceRow, as_digits
+from lockstep.ranks.ranks import tensors_of_ranks
+from lockstep.run.run import Run
+from lockstep.settings import check_whole
+from lockstep.strategies.bit_sums import bit_sum
 
 
 class Trace(StepCallback):

@@ -13,12 +13,12 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import CombinedLoader
 
-from lockstep.ranks.ranks import from_rank_zero
+from lockstep.callbacks.step import StepCallback, ends_epoch
+from lockstep.checkpoints import reading as files
+from lockstep.checkpoints.finite_states import refuse_broken_state
 from lockstep.errors import UserError
 from lockstep.patches.lightning import count_logged_steps, validation_follows
-from lockstep.checkpoints import reading as files
-from lockstep.callbacks.step import StepCallback, ends_epoch
-from lockstep.checkpoints.finite_states import refuse_broken_state
+from lockstep.ranks.ranks import from_rank_zero
 from lockstep.run.resuming import align_batch_progress
 from lockstep.run.run import Run
 from lockstep.settings import check, check_choice, not_a_config

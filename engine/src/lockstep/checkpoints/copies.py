@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec
 
-from lockstep.errors import UserError
 from lockstep.checkpoints import reading as checkpoint
 from lockstep.checkpoints.content import CheckpointError
 from lockstep.checkpoints.sums import (
@@ -19,6 +18,7 @@ from lockstep.checkpoints.sums import (
     sum_path,
     verify,
 )
+from lockstep.errors import UserError
 from lockstep.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from lightning import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.ranks.ranks import from_each_rank, from_rank_zero
 from lockstep.errors import RunError
+from lockstep.ranks.ranks import from_each_rank, from_rank_zero
 
 
 @dataclass(frozen=True, order=True)

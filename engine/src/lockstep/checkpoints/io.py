@@ -9,9 +9,8 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lockstep.strategies.rank_states import is_of_rank, with_own_shards
-from lockstep.checkpoints import reading as files
 from lockstep.callbacks.weight_hashes import WeightHashes
+from lockstep.checkpoints import reading as files
 from lockstep.checkpoints.content import (
     WEIGHTS,
     joined,
@@ -19,9 +18,10 @@ from lockstep.checkpoints.content import (
     refuse_unreadable,
 )
 from lockstep.checkpoints.sums import VerifiedCheckpoint
-from lockstep.run.directory import RunDirectory
 from lockstep.memory.files import KeptState
 from lockstep.memory.states import read_state
+from lockstep.run.directory import RunDirectory
+from lockstep.strategies.rank_states import is_of_rank, with_own_shards
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.damaged_files import absence_of, readable
-from lockstep.errors import RunError, UserError, remedy_of_limit
 from lockstep.checkpoints.content import (
     NEEDED,
     NEEDED_TO_RESUME,
@@ -43,6 +41,8 @@ from lockstep.checkpoints.sums import (
     sum_path,
     verify,
 )
+from lockstep.damaged_files import absence_of, readable
+from lockstep.errors import RunError, UserError, remedy_of_limit
 from lockstep.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from zipfile import is_zipfile
 
-from lockstep.errors import UserError
 from lockstep.checkpoints.content import CheckpointError, load_content
+from lockstep.errors import UserError
 
 
 @dataclass(frozen=True)

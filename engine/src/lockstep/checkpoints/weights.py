@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lockstep.ranks.ranks import ranks_unlike_rank_zero
-from lockstep.errors import UserError
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.checkpoints.content import refuse_broken_weights
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.errors import UserError
+from lockstep.ranks.ranks import ranks_unlike_rank_zero
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.ranks.ranks import Ranks
-from lockstep.errors import UserError
-from lockstep.checkpoints import copies as checkpoint_copies
 from lockstep.callbacks.weight_hashes import WeightHashes
+from lockstep.checkpoints import copies as checkpoint_copies
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.errors import UserError
+from lockstep.ranks.ranks import Ranks
 from lockstep.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.ranks.ranks import Ranks
 from lockstep.cluster.report import Finding, failure, ok, warning
 from lockstep.cluster.speed import GB, best_seconds
+from lockstep.ranks.ranks import Ranks
 
 SIZES = {  # message sizes in bytes
     "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),

@@ -19,21 +19,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep import processes
-from lockstep import project
-from lockstep.ranks.address import own_address
-from lockstep.errors import UserError
+from lockstep import processes, project
 from lockstep.cluster import environment
 from lockstep.cluster.report import FAILURE, Report, failure
-from lockstep.launch import devices
-from lockstep.launch import flags
-from lockstep.launch import hydra_job
-from lockstep.launch import launcher
-from lockstep.launch import slurm
-from lockstep.launch import targets
+from lockstep.errors import UserError
+from lockstep.launch import devices, flags, hydra_job, launcher, slurm, targets
 from lockstep.launch.launch_settings import LaunchSettings
-from lockstep.launch.placement import Placement
 from lockstep.launch.main import training
+from lockstep.launch.placement import Placement
+from lockstep.ranks.address import own_address
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
 WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
@@ -92,8 +86,8 @@ def _examine(values: dict[str, Any], config: DictConfig, options: Any) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     gc.disable()
     started = time.monotonic()
-    from lockstep.ranks.ranks import Ranks
     from lockstep.cluster.examination import Examination
+    from lockstep.ranks.ranks import Ranks
 
     took = time.monotonic() - started
     gc.freeze()

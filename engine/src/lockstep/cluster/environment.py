@@ -14,8 +14,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lockstep.errors import UserError
 from lockstep.cluster.report import Finding, failure, ok, warning
+from lockstep.errors import UserError
 from lockstep.launch.variables import GLOO, NCCL, refuse_absent_interface
 
 GIB, MIB = 2**30, 2**20

@@ -16,14 +16,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore
 
-from lockstep.ranks.ranks import Ranks, backend_of
-from lockstep.errors import UserError
-from lockstep.cluster import collectives
-from lockstep.cluster import environment
-from lockstep.cluster import expectation
-from lockstep.cluster import gpus
-from lockstep.cluster import speed
-from lockstep.cluster import topology
+from lockstep.cluster import collectives, environment, expectation, gpus, speed, topology
 from lockstep.cluster.choices import trains_language_model
 from lockstep.cluster.collectives import Bandwidth
 from lockstep.cluster.facts import Facts, collect, compare
@@ -45,8 +38,10 @@ from lockstep.cluster.report import (
     ok,
 )
 from lockstep.cluster.speed import Speed
+from lockstep.errors import UserError
 from lockstep.launch import devices
 from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.ranks.ranks import Ranks, backend_of
 from lockstep.settings import counted
 
 SEE = "see the output of rank 0"

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from lockstep import project
-from lockstep.ranks.ranks import Ranks
 from lockstep.cluster import gpus
 from lockstep.cluster.report import Finding, failure, named, ok, warning
+from lockstep.ranks.ranks import Ranks
 from lockstep.settings import counted
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")

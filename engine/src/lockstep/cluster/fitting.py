@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.batch import Batch, gradient_copies
-from lockstep.strategies.ddp import has_bucket_copies
-from lockstep.errors import UserError
 from lockstep.cluster import memory
 from lockstep.cluster.choices import (
     can_shard,
@@ -24,6 +21,8 @@ from lockstep.cluster.hardware import Hardware
 from lockstep.cluster.memory import Footprint, Memory
 from lockstep.cluster.sharing import SIZES, Ownership, Sharing
 from lockstep.cluster.tracing import LanguageModel
+from lockstep.errors import UserError
+from lockstep.strategies.ddp import has_bucket_copies
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 SHARDING = "strategy=fsdp2"

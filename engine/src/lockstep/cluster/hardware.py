@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.ranks.peaks import FORMS, PEAKS, in_form
 from lockstep.errors import UserError
+from lockstep.ranks.peaks import FORMS, PEAKS, in_form
 from lockstep.whole_files import write_output
 
 GB = 1e9

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lockstep.ranks.ranks import Ranks
 from lockstep.cluster.report import Finding, failure, named, ok, warning
+from lockstep.ranks.ranks import Ranks
 
 STOP = "stop"  # the key with which rank 0 stops all ranks
 CLOCK_LIMIT = 1.0  # seconds between clocks that make logs and file times hard to read

@@ -19,11 +19,11 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep import functional
 from lockstep.cluster.choices import tensor_parallel as tensor_parallel_of
 from lockstep.cluster.choices import with_values
 from lockstep.cluster.sharing import Sharing, optimizer_of
 from lockstep.cluster.tracing import AUTOCAST, LanguageModel, shaped, trace_peak
-from lockstep import functional
 
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples
 FEWEST, MOST = 2, 512  # samples of the shapes that are traced

@@ -10,25 +10,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import project
-from lockstep.errors import UserError
 from lockstep.cluster.choices import trains_language_model
 from lockstep.cluster.hardware import (
-    HARDWARE,
-    LINKS,
     Hardware,
     find_hardware,
     find_link,
 )
-from lockstep.launch import flags
-from lockstep.launch import hydra_job
-from lockstep.launch import targets
+from lockstep.errors import UserError
+from lockstep.launch import flags, hydra_job, targets
 from lockstep.launch.main import training
 
 if TYPE_CHECKING:
@@ -98,7 +92,7 @@ def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
     targets.refuse_mistakes(hydra_job.values_to_freeze(config), {"*": ("*",)})
     if not trains_language_model(config):
         raise UserError(
-            "plan predicts runs whose model and optim are nodes with a _target_; this one lacks them"
+            "plan predicts runs whose model and optim are nodes with a _target_; one is missing"
         )
     lacking = [name for name in SHAPE if name not in config.model]
     if lacking:

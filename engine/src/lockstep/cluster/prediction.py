@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.batch import Batch
 from lockstep.building import build
-from lockstep.errors import UserError
 from lockstep.cluster.choices import AUTO, DDP, tensor_parallel
 from lockstep.cluster.fitting import Remedy, Room
 from lockstep.cluster.hardware import Hardware
@@ -24,12 +23,13 @@ from lockstep.cluster.step_time import (
     step_time,
 )
 from lockstep.cluster.tracing import AUTOCAST
+from lockstep.errors import UserError
+from lockstep.muon.orthogonalization import flops_of
 from lockstep.run.planned_pauses import saves_after, validations_after
 from lockstep.schedule import scaled_lr
 from lockstep.tokens.recipe import recipe_of
 from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep.tokens.tokenizer_files import GPT2, GPT2_SIZE
-from lockstep.muon.orthogonalization import flops_of
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)

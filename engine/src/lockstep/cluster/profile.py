@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from lockstep.ranks.peaks import FORMS
-from lockstep.ranks.ranks import Ranks
 from lockstep.cluster.collectives import Bandwidth
 from lockstep.cluster.hardware import LINKS, Hardware, Link
 from lockstep.cluster.speed import Speed
+from lockstep.ranks.peaks import FORMS
+from lockstep.ranks.ranks import Ranks
 from lockstep.settings import counted
 
 UNMEASURED = "not measured: assumed"

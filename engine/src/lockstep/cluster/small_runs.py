@@ -6,7 +6,6 @@ import asyncio
 import csv
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lockstep.strategies.matrix_products import choose_matrix_products
-from lockstep.errors import UserError
 from lockstep.cluster.choices import with_values
 from lockstep.cluster.report import Finding, failure, named, ok, warning
 from lockstep.cluster.tracing import AUTOCAST, built, shaped, step
+from lockstep.errors import UserError
+from lockstep.strategies.matrix_products import choose_matrix_products
 
 GB = 1e9
 SIDE = {"cpu": 768, "cuda": 8192}  # of square matrices, large enough to reach the peak

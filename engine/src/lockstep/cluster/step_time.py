@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.batch import Batch
-from lockstep.ranks.peaks import in_form
 from lockstep.cluster.hardware import Hardware, Link
 from lockstep.cluster.memory import States
 from lockstep.cluster.sharing import Ownership, Sharing
+from lockstep.ranks.peaks import in_form
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep import functional
 from lockstep.building import build
+from lockstep.errors import UserError
 from lockstep.strategies.tensor_parallel import split_model
 from lockstep.strategies.tensor_splits import TensorRanks
-from lockstep.errors import UserError
-from lockstep import functional
 
 # A model of tokens whose parts can be counted: it has these names.
 LanguageModel: TypeAlias = Any

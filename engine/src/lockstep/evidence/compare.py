@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import stop_signals
-from lockstep import project
+from lockstep import project, stop_signals
 from lockstep.damaged_files import read_object
 from lockstep.errors import UserError
 from lockstep.evidence import fairness

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from lockstep.evidence.saved_states import differing_numbers, state_of
 from lockstep.checkpoints.reading import checkpoint_path
-from lockstep.run.directory import RunDirectory
+from lockstep.evidence.saved_states import differing_numbers, state_of
 from lockstep.metrics.rows import STEP, read_metrics
 from lockstep.metrics.trace_file import FIXED, TraceRow, read_trace
+from lockstep.run.directory import RunDirectory
 from lockstep.settings import counted
 
 COLUMNS = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "optim/skipped")

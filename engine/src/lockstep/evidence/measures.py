@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.errors import UserError
-from lockstep.run.directory import RunDirectory
 from lockstep.metrics.rows import STEP, read_metrics
+from lockstep.run.directory import RunDirectory
 
 SECONDS_TO = "seconds_to="  # followed by a validation loss
 LOWER_IS_BETTER = ("loss", "perplexity", "seconds", "memory")  # parts of a column's name

@@ -14,18 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import stop_signals
 from lockstep.errors import ReportedError, RunError, UserError
-from lockstep.exits import after_signal
 from lockstep.evidence.fairness import Setting, refuse_other_runs
 from lockstep.evidence.sides import Side, is_finished
 from lockstep.evidence.workers import Job, Workers
-from lockstep.launch import composed
-from lockstep.launch import devices
-from lockstep.launch import flags
-from lockstep.launch import hydra_job
-from lockstep.launch import targets
+from lockstep.exits import after_signal
+from lockstep.launch import composed, devices, flags, hydra_job, targets
 from lockstep.launch.launch_settings import LaunchSettings
-from lockstep.launch.placement import Placement
 from lockstep.launch.main import training
+from lockstep.launch.placement import Placement
 from lockstep.run.directory import RunDirectory
 
 OURS = ("run_dir", "run_name", "resume")  # settings that a comparison sets itself

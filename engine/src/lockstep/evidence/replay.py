@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep import project
-from lockstep.errors import RunError
-from lockstep.launch.hydra_job import HYDRA_FILE
 from lockstep.checkpoints.reading import checkpoint_path
 from lockstep.checkpoints.sums import files_of
+from lockstep.errors import RunError
+from lockstep.launch.hydra_job import HYDRA_FILE
 from lockstep.run.directory import RunDirectory
 
 NAMES = "tensors.json"  # in a replay: the names of the tensors, in the optimizer's order

@@ -10,11 +10,11 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from lockstep.evidence.replay import NAMES
+from lockstep.callbacks.seeds import leaf_seed
 from lockstep.callbacks.step import StepCallback
 from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.evidence.replay import NAMES
 from lockstep.run.run import Run
-from lockstep.callbacks.seeds import leaf_seed
 
 
 class ReplayedSaves(StepCallback):

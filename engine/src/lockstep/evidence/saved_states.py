@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoints.reading import read_checkpoint
 from lockstep.checkpoints.content import samples_of
+from lockstep.checkpoints.reading import read_checkpoint
 from lockstep.settings import counted
 
 if TYPE_CHECKING:

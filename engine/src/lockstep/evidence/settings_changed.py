@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from lockstep.damaged_files import read_informative_text
-from lockstep.errors import UserError
 from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     read_checkpoint,
     step_of,
 )
+from lockstep.damaged_files import read_informative_text
+from lockstep.errors import UserError
 from lockstep.run.directory import RunDirectory, flat
 
 CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log

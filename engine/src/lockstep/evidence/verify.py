@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 
 from lockstep import project
 from lockstep.batch import exact_world_sizes
+from lockstep.checkpoints.reading import (
+    checkpoint_path,
+    checkpoints_in,
+    read_checkpoint,
+    step_of,
+)
 from lockstep.errors import UserError
 from lockstep.evidence import rounding
 from lockstep.evidence.differences import (
@@ -22,12 +28,6 @@ from lockstep.evidence.differences import (
 from lockstep.evidence.replay import NAMES, Steps, replay
 from lockstep.evidence.saved_states import state_of
 from lockstep.evidence.settings_changed import refuse_changed_settings
-from lockstep.checkpoints.reading import (
-    checkpoint_path,
-    checkpoints_in,
-    read_checkpoint,
-    step_of,
-)
 from lockstep.run.directory import RunDirectory
 from lockstep.run.source_code import changes_since
 from lockstep.settings import counted

@@ -21,9 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from lockstep import processes
-from lockstep import standard_streams
-from lockstep import stop_signals
+from lockstep import processes, standard_streams, stop_signals
 from lockstep.errors import UserError
 from lockstep.exits import (
     Ending,
@@ -32,21 +30,18 @@ from lockstep.exits import (
     describe_endings,
     failed_endings,
 )
-from lockstep.launch import machines
-from lockstep.launch import meeting
-from lockstep.launch import rank_program
+from lockstep.launch import machines, meeting, rank_program
 from lockstep.launch.first_signal import FirstSignal
 from lockstep.launch.placement import Launch
 from lockstep.launch.shared_stop import SharedStop
 from lockstep.patches.python import run_exit_handlers
-from lockstep.run import deaths
-from lockstep.run import last_line
-from lockstep.run.directory import RunDirectory
 from lockstep.patches.torch import (
     handle_signals_with,
     name_callers_without_source,
     processes_of,
 )
+from lockstep.run import deaths, last_line
+from lockstep.run.directory import RunDirectory
 
 MONITOR_SECONDS = 0.1  # between looks at other machines; an end of a rank is seen at once
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error

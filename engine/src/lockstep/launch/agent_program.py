@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep import processes
-from lockstep import stop_signals
+from lockstep import processes, stop_signals
 from lockstep.exits import Exit
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory

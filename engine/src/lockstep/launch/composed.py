@@ -39,6 +39,7 @@ WITH_VALUE = (
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun"),
 )
+search_path_of_call: list[str] = []  # what Hydra lists, too; see hydra_plugins
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
 
@@ -173,6 +174,7 @@ def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> 
             decorate(wrapped)()
 
     # Hydra finds the folder, and names the job, by the file of the function.
+    search_path_of_call[:] = _search_path(source)
     wrapped = functools.wraps(source.function)(task)
     options: dict[str, Any] = {"version_base": source.version_base}
     decorate = hydra.main(source.config_path, source.config_name, **options)
@@ -397,7 +399,11 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     values = composition_of_choices(source, words)
     if values is None:
         return ""
-    known = [*_groups_of(source), *(setting for setting, _ in flat(values)), *_arguments_beside(name, values)]
+    known = [
+        *_groups_of(source),
+        *(setting for setting, _ in flat(values)),
+        *_arguments_beside(name, values),
+    ]
     last = name.rpartition(".")[2]
     same = [setting for setting in known if setting.rpartition(".")[2] == last]
     if last in known:  # of the first level

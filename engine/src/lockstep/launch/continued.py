@@ -18,11 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.errors import UserError
-from lockstep.launch import devices
-from lockstep.launch import hydra_job
-from lockstep.launch import launcher
-from lockstep.launch import start
-from lockstep.launch import usable_files
+from lockstep.launch import devices, hydra_job, launcher, start, usable_files
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.run import trust
 from lockstep.run.directory import RunDirectory, flat

@@ -11,9 +11,7 @@ from omegaconf import OmegaConf
 
 from lockstep.batch import Batch
 from lockstep.errors import UserError
-from lockstep.launch import launcher
-from lockstep.launch import slurm
-from lockstep.launch import variables
+from lockstep.launch import launcher, slurm, variables
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.placement import Placement
 from lockstep.settings import check, node_of

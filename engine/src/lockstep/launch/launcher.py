@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ranks.waiting import MeetingError, Waiting
 from lockstep.errors import ReportedError, RunError, UserError
 from lockstep.exits import Exit
 from lockstep.processes import end_process, end_with_parent
+from lockstep.ranks.waiting import MeetingError, Waiting
 from lockstep.run.directory import RunDirectory, differences
 from lockstep.settings import check, counted
 

@@ -8,11 +8,11 @@ import threading
 import time
 from typing import Any
 
-from lockstep.ranks.address import is_rehearsal, own_address
-from lockstep.ranks.waiting import HINT_SECONDS, print_hint
 from lockstep.errors import RunError, UserError
 from lockstep.exits import Exit
 from lockstep.launch.placement import Launch
+from lockstep.ranks.address import is_rehearsal, own_address
+from lockstep.ranks.waiting import HINT_SECONDS, print_hint
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory, differences
 from lockstep.settings import check

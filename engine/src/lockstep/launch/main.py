@@ -23,19 +23,10 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lockstep import processes
-from lockstep import project
-from lockstep import standard_streams
-from lockstep import stop_signals
+from lockstep import processes, project, standard_streams, stop_signals
 from lockstep.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep.exits import after_signal
-from lockstep.launch import composed
-from lockstep.launch import continued
-from lockstep.launch import devices
-from lockstep.launch import hydra_job
-from lockstep.launch import launcher
-from lockstep.launch import start
-from lockstep.launch import targets
+from lockstep.launch import composed, continued, devices, hydra_job, launcher, start, targets
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.start import NewRun
 from lockstep.logs import LEVELS, log_to_stdout

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from lockstep.ranks.waiting import hinting
 from lockstep.launch.placement import Launch
+from lockstep.ranks.waiting import hinting
 
 READ_SECONDS = 60  # with less, a link down for seconds ends the run
 

@@ -13,18 +13,18 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import stop_signals
-from lockstep.strategies.matrix_products import restored_afterward
-from lockstep.ranks.ranks import LONGEST_WAIT, Ranks, lost_peers
+from lockstep.callbacks.stopping import Stopped
 from lockstep.errors import UserError
 from lockstep.exits import Exit, after_signal
 from lockstep.launch.hydra_job import HYDRA_FILE
+from lockstep.ranks.ranks import LONGEST_WAIT, Ranks, lost_peers
 from lockstep.run import last_line
-from lockstep.callbacks.stopping import Stopped
 from lockstep.run.directory import RunDirectory
 from lockstep.run.failures import report_failure
+from lockstep.run.rank_output import drop_rank_log, routed_output
 from lockstep.run.run import Run
 from lockstep.settings import check_number, node_of
-from lockstep.run.rank_output import drop_rank_log, routed_output
+from lockstep.strategies.matrix_products import restored_afterward
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
-from lockstep import processes
-from lockstep import standard_streams
-from lockstep import stop_signals
+from lockstep import processes, standard_streams, stop_signals
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory
 

@@ -15,17 +15,13 @@ from typing import Any, Protocol
 from lockstep import stop_signals
 from lockstep.errors import ReportedError, UserError
 from lockstep.exits import Ending, Exit
-from lockstep.launch import launcher
-from lockstep.launch import machines
-from lockstep.launch import rank_program
-from lockstep.launch import supervise
+from lockstep.launch import launcher, machines, rank_program, supervise
 from lockstep.launch.placement import Launch
-from lockstep.processes import end_process
-from lockstep.run import last_line
-from lockstep.run import trust
-from lockstep.run.directory import RunDirectory
 from lockstep.memory.ending import release_memory
 from lockstep.memory.files import remove_abandoned
+from lockstep.processes import end_process
+from lockstep.run import last_line, trust
+from lockstep.run.directory import RunDirectory
 from lockstep.stop_signals import Interrupted
 
 Call = Callable[..., int]  # of a run directory, and where ranks of a launcher have met

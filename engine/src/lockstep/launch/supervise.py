@@ -12,9 +12,9 @@ from lockstep.damaged_files import read_object
 from lockstep.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep.launch import agent_program
 from lockstep.launch.placement import Launch
+from lockstep.memory.ending import release_memory
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory
-from lockstep.memory.ending import release_memory
 
 # For glibc: else each step maps its large tensors again, and the system clears their pages.
 KEEP_MEMORY = {

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.checkpoints.reading import checkpoints_in
 from lockstep.damaged_files import readable, refuse_misplaced
 from lockstep.errors import UserError
-from lockstep.checkpoints.reading import checkpoints_in
-from lockstep.run.directory import RunDirectory
 from lockstep.memory.ending import state_left
+from lockstep.run.directory import RunDirectory
 
 
 def refuse_unusable(run: RunDirectory) -> None:

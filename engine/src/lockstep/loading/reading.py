@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from lockstep.loading.order import Places, Positions
 from lockstep.patches import numpy as numpy_patches
 from lockstep.patches import python as python_patches
-from lockstep.loading.order import Places, Positions
 
 Collate = Callable[[Any], Any]  # samples, as the dataset returns them -> a batch
 Pad = Callable[[Any, int], Any]  # a batch, and how many of its rows are real -> one that says so

@@ -11,10 +11,10 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from lockstep.building import build, imported
-from lockstep.processes import limit_exit
-from lockstep.run.directory import RunDirectory
 from lockstep.loggers.tracker_guard import TrackerGuard
 from lockstep.loggers.tracking import ContinuedRun, TrackedRun, git_state
+from lockstep.processes import limit_exit
+from lockstep.run.directory import RunDirectory
 
 SECONDS = 30.0  # for a call of a tracker, such as wandb, until the run goes on without it
 

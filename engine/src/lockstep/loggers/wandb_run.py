@@ -18,15 +18,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.loggers import WandbLogger
 
-from lockstep.errors import UserError
-from lockstep.processes import tool
 from lockstep.checkpoints.sums import files_of
-from lockstep.run.directory import RunDirectory
+from lockstep.errors import UserError
 from lockstep.loggers.step_rows import StepRows
 from lockstep.loggers.tracker_guard import TrackerGuard
 from lockstep.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
-from lockstep.patches.wandb import guard_rows, kill_service, quick_start
 from lockstep.metrics.rows import STEP
+from lockstep.patches.wandb import guard_rows, kill_service, quick_start
+from lockstep.processes import tool
+from lockstep.run.directory import RunDirectory
 from lockstep.settings import check, check_choice
 from lockstep.whole_files import replace_text
 

@@ -10,29 +10,29 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 
+from lockstep.callbacks.guards import without_comparison
+from lockstep.callbacks.step import StepCallback, ends_epoch, only
+from lockstep.callbacks.stopping import GracefulStop
+from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.finite_states import own_part, refuse_broken_state
+from lockstep.checkpoints.reading import step_of
+from lockstep.checkpoints.room import size_of
+from lockstep.memory import files
+from lockstep.memory.files import KeptState, SharedMemoryError, make_folder
+from lockstep.memory.room import refuse_little_room
+from lockstep.memory.turns import MemoryTurns
+from lockstep.memory.writer import MemoryWriter, writer_of
+from lockstep.patches.lightning import state_of
 from lockstep.ranks.ranks import (
     Ranks,
     from_each_rank,
     from_rank_zero,
     is_restart,
 )
-from lockstep.strategies.restored_states import copy_restored_state
-from lockstep.strategies.placing import ShardedStates, layout_of
-from lockstep.patches.lightning import state_of
-from lockstep.checkpoints.callback import Checkpoints
-from lockstep.callbacks.guards import without_comparison
-from lockstep.callbacks.step import StepCallback, ends_epoch, only
-from lockstep.callbacks.stopping import GracefulStop
-from lockstep.checkpoints.reading import step_of
-from lockstep.checkpoints.room import size_of
-from lockstep.checkpoints.finite_states import own_part, refuse_broken_state
-from lockstep.memory import files
-from lockstep.memory.files import KeptState, SharedMemoryError, make_folder
-from lockstep.memory.room import refuse_little_room
-from lockstep.memory.turns import MemoryTurns
-from lockstep.memory.writer import MemoryWriter, writer_of
 from lockstep.run.run import Run
 from lockstep.settings import check, counted, not_a_config
+from lockstep.strategies.placing import ShardedStates, layout_of
+from lockstep.strategies.restored_states import copy_restored_state
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.exits import Ending, Exit
-from lockstep.run.directory import RunDirectory
 from lockstep.memory.files import (
     KeptState,
     SharedMemoryError,
@@ -13,6 +12,7 @@ from lockstep.memory.files import (
     states_in,
 )
 from lockstep.memory.held_states import held_by
+from lockstep.run.directory import RunDirectory
 
 
 def state_left(run: RunDirectory) -> KeptState | None:

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ranks.machine_ring import pieces_of
-from lockstep.ranks.ranks import Ranks, from_each_rank, gloo_group
 from lockstep.memory.files import (
     Header,
     Identity,
@@ -20,6 +18,8 @@ from lockstep.memory.files import (
 )
 from lockstep.memory.states import is_intact, mapped
 from lockstep.memory.writer import MemoryWriter
+from lockstep.ranks.machine_ring import pieces_of
+from lockstep.ranks.ranks import Ranks, from_each_rank, gloo_group
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from lockstep.ranks.machine_ring import MachineRing, wait_for
-from lockstep.ranks.ranks import Ranks, from_each_rank, is_rank_zero
 from lockstep.memory.files import (
     Header,
     Identity,
@@ -28,6 +26,8 @@ from lockstep.memory.held_states import (
 from lockstep.memory.shards import RankShards, name_of, shards_in
 from lockstep.memory.slots import Slot, SlotPair
 from lockstep.memory.states import is_intact, mapped
+from lockstep.ranks.machine_ring import MachineRing, wait_for
+from lockstep.ranks.ranks import Ranks, from_each_rank, is_rank_zero
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lockstep.ranks.machine_ring import MachineRing, NoRoomError
-from lockstep.ranks.ranks import Ranks, from_rank_zero
 from lockstep.memory.files import (
     Header,
     Identity,
@@ -22,6 +20,8 @@ from lockstep.memory.files import (
 )
 from lockstep.memory.held_states import held_by
 from lockstep.memory.slots import Slot, SlotPair
+from lockstep.ranks.machine_ring import MachineRing, NoRoomError
+from lockstep.ranks.ranks import Ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.state_keys import SHAPES, SHARDS
 from lockstep.checkpoints.content import UNREADABLE, add_shards
 from lockstep.memory.files import (
     HEADER_BYTES,
@@ -18,6 +17,7 @@ from lockstep.memory.files import (
     SharedMemoryError,
     digest_of,
 )
+from lockstep.strategies.state_keys import SHAPES, SHARDS
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning import Trainer
 
-from lockstep.ranks.ranks import LONGEST_WAIT, Ranks
-from lockstep.run.directory import RunDirectory
 from lockstep.memory.copies import DeviceCopies
 from lockstep.memory.files import (
     Identity,
@@ -25,6 +23,8 @@ from lockstep.memory.files import (
 from lockstep.memory.shards import RankShards
 from lockstep.memory.slots import Layout, Slot, SlotPair
 from lockstep.memory.states import mapped
+from lockstep.ranks.ranks import LONGEST_WAIT, Ranks
+from lockstep.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

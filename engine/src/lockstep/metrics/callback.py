@@ -15,16 +15,16 @@ from lightning import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lockstep.batch import Batch
-from lockstep.strategies.optimizers import is_compiled
-from lockstep.ranks.peaks import FORMS, peak_of
-from lockstep.loading.loaders import TrainLoader
-from lockstep.processes import freeze_lasting_objects
 from lockstep.callbacks.step import InRow, StepCallback
-from lockstep.metrics.epoch_values import EpochValues
+from lockstep.loading.loaders import TrainLoader
 from lockstep.loggers.step_rows import StepNumber, log_row, number_rows
+from lockstep.metrics.epoch_values import EpochValues
 from lockstep.metrics.mean import Mean, entries_of_ranks, means_of
 from lockstep.metrics.rows import COLUMNS, OF_TOKENS
+from lockstep.processes import freeze_lasting_objects
+from lockstep.ranks.peaks import FORMS, peak_of
 from lockstep.settings import check_number, check_whole, not_a_config
+from lockstep.strategies.optimizers import is_compiled
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from lightning import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.ranks.ranks import from_each_rank
-from lockstep.patches.lightning import epoch_sums
 from lockstep.metrics.mean import Mean
+from lockstep.patches.lightning import epoch_sums
+from lockstep.ranks.ranks import from_each_rank
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.run.directory import RunDirectory
 from lockstep.loggers.step_rows import StepRows
 from lockstep.metrics.rows import STEP, read_metrics
+from lockstep.run.directory import RunDirectory
 from lockstep.whole_files import replace_text
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from lockstep.errors import UserError
-from lockstep.mixtures.mixed_order import MixedOrder
-from lockstep.functional import perplexity
 from lockstep.callbacks.step import StepCallback
+from lockstep.errors import UserError
+from lockstep.functional import perplexity
 from lockstep.loggers.step_rows import log_row
 from lockstep.metrics.mean import Entry, Mean, exact_mean, replace_mean
+from lockstep.mixtures.mixed_order import MixedOrder
 from lockstep.settings import check_whole
 from lockstep.tokens.held_out import eval_loaders
 from lockstep.tokens.shards import load_index

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import UserError
-from lockstep.mixtures.turns import Phase, Turns
 from lockstep.loading.order import Positions, Shuffled
 from lockstep.loading.permutation import FEW, Words, feistel, round_keys
+from lockstep.mixtures.turns import Phase, Turns
 
 RULE = "share tree"  # by which the sources take turns
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.mixtures import whole_documents
 from lockstep.functional import IGNORE
+from lockstep.mixtures import whole_documents
 from lockstep.tokens.shards import load_index, open_split
 from lockstep.tokens.windows import Batch, Stored
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from lockstep.muon.owned import OwnedMatrices
 from lockstep.muon.placement import (
     MatrixPlacement,
     Rates,
@@ -20,7 +21,6 @@ from lockstep.muon.placement import (
     by_shape,
     gradients_of,
 )
-from lockstep.muon.owned import OwnedMatrices
 from lockstep.muon.sharded import ShardedMatrices
 
 if TYPE_CHECKING:  # it imports Lightning, which takes seconds, and plans need none

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ranks.gathering import Gathering, gather_stacks
-from lockstep.ranks.ranks import Ranks
-from lockstep.patches.torch import compiled_for_each_shape
 from lockstep.muon import orthogonalization
+from lockstep.muon.orthogonalization import flops_of
 from lockstep.muon.placement import (
     Rates,
     ReplicatedMatrices,
@@ -25,7 +23,9 @@ from lockstep.muon.placement import (
     gradients_of,
     updates_of,
 )
-from lockstep.muon.orthogonalization import flops_of
+from lockstep.patches.torch import compiled_for_each_shape
+from lockstep.ranks.gathering import Gathering, gather_stacks
+from lockstep.ranks.ranks import Ranks
 
 Shape = tuple[int, ...]
 # Products of matrices this short take less time than sending the result. And a CPU chooses their

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.patches.torch import compiled_for_each_shape
 from lockstep.muon import orthogonalization
 from lockstep.muon.orthogonalization import orthogonalized
+from lockstep.patches.torch import compiled_for_each_shape
 
 
 class Rates(NamedTuple):

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.muon.exchange import MatrixExchange
-from lockstep.strategies.tensor_splits import TensorPart
-from lockstep.patches.torch import compiled_for_each_shape
 from lockstep.muon import orthogonalization
+from lockstep.muon.exchange import MatrixExchange
+from lockstep.muon.orthogonalization import flops_of, orthogonalized
 from lockstep.muon.placement import (
     Rates,
     add_updates,
     gradients_of,
     nesterov_gradients,
 )
-from lockstep.muon.orthogonalization import flops_of, orthogonalized
+from lockstep.patches.torch import compiled_for_each_shape
+from lockstep.strategies.tensor_splits import TensorPart
 
 
 class ShardedMatrices:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import project
-from lockstep.pages.runs import Run, read_run
 from lockstep.optional import import_optional
+from lockstep.pages.runs import Run, read_run
 from lockstep.whole_files import write_output
 
 # The first panels: their columns of metrics.csv. Each other column has a panel of its own.

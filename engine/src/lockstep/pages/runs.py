@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.damaged_files import read_informative_object, read_informative_text
-from lockstep.run.directory import RunDirectory
 from lockstep.metrics.rows import STEP, read_metrics
+from lockstep.run.directory import RunDirectory
 
 TOKENS = "trainer/tokens"
 RECEIPT_LINE = re.compile(r"  (\w+) +(\S.*)")

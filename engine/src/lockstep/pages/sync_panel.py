@@ -11,9 +11,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.exact_sums import AddsGradients
+from lockstep.callbacks.counted_targets import CountTargets
+from lockstep.callbacks.step import StepCallback, updates_after_batch
 from lockstep.errors import UserError
+from lockstep.loggers.step_rows import log_row
+from lockstep.loggers.tracking import tracked_runs
+from lockstep.metrics.file import MetricsFile
 from lockstep.pages.noise import UNMEASURED, NoiseScale, advice
 from lockstep.pages.panel import panel_page
 from lockstep.pages.recording import (
@@ -26,12 +29,9 @@ from lockstep.pages.recording import (
 )
 from lockstep.pages.recordings import describe, write_recording
 from lockstep.processes import invocation
-from lockstep.callbacks.step import StepCallback, updates_after_batch
-from lockstep.loggers.step_rows import log_row
-from lockstep.loggers.tracking import tracked_runs
-from lockstep.metrics.file import MetricsFile
 from lockstep.settings import check_number, check_whole
-from lockstep.callbacks.counted_targets import CountTargets
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.exact_sums import AddsGradients
 
 logger = logging.getLogger(__name__)
 

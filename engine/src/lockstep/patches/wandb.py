@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import wandb
 import wandb.sdk.launch.inputs.internal  # `wandb.init` would import it, which takes a second
 
-from lockstep.ranks.ranks import is_restart
 from lockstep.loggers.tracker_guard import TrackerGuard
+from lockstep.ranks.ranks import is_restart
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run

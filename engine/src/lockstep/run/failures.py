@@ -3,12 +3,11 @@
 import traceback
 from typing import TextIO
 
-from lockstep.ranks.ranks import Ranks, lost_peers
 from lockstep.errors import RunError, UserError, describe_error, remedy_of_limit
 from lockstep.exits import Exit
 from lockstep.processes import program_name
-from lockstep.run import last_line
-from lockstep.run import remedies
+from lockstep.ranks.ranks import Ranks, lost_peers
+from lockstep.run import last_line, remedies
 from lockstep.run.directory import RunDirectory
 
 

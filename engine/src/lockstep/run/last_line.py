@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.errors import ReportedError, RunError, UserError, describe_error
-from lockstep.exits import Exit
-from lockstep.processes import program_name, training_command
 from lockstep.checkpoints.reading import checkpoints_in, newest_valid, step_of
 from lockstep.checkpoints.sums import files_of
-from lockstep.run.directory import RunDirectory
+from lockstep.errors import ReportedError, RunError, UserError, describe_error
+from lockstep.exits import Exit
 from lockstep.memory.ending import state_left
+from lockstep.processes import program_name, training_command
+from lockstep.run.directory import RunDirectory
 from lockstep.settings import node_of
 from lockstep.whole_files import replace_text
 

@@ -11,8 +11,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lockstep.ranks.ranks import Ranks
 from lockstep.logs import LEVELS
+from lockstep.ranks.ranks import Ranks
 from lockstep.run.directory import RunDirectory
 
 # Lightning prints these. They are true, but don't help a reader of our receipt.

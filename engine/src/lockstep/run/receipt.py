@@ -5,11 +5,11 @@ import torch.distributed as dist
 from lightning import Trainer
 from torch import nn
 
-from lockstep.strategies.ddp import DDPStrategy
-from lockstep.ranks.ranks import backend_here
 from lockstep.patches.lightning import synchronizes_batchnorm
-from lockstep.settings import counted
 from lockstep.patches.torch import BatchNorm
+from lockstep.ranks.ranks import backend_here
+from lockstep.settings import counted
+from lockstep.strategies.ddp import DDPStrategy
 
 
 def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str]:

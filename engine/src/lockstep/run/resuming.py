@@ -8,16 +8,6 @@ from typing import Any
 import torch
 from lightning import Trainer
 
-from lockstep.damaged_files import absence_of, refuse_misplaced
-from lockstep.ranks.ranks import (
-    LONGEST_WAIT,
-    Ranks,
-    from_each_rank,
-    from_rank_zero,
-    is_rank_zero,
-    ranks_unlike_rank_zero,
-)
-from lockstep.errors import UserError
 from lockstep.checkpoints import reading as files
 from lockstep.checkpoints.content import (
     NEEDED_TO_RESUME,
@@ -30,11 +20,21 @@ from lockstep.checkpoints.room import (
     size_of,
 )
 from lockstep.checkpoints.sums import VerifiedCheckpoint
-from lockstep.run.directory import RunDirectory, some_of
+from lockstep.damaged_files import absence_of, refuse_misplaced
+from lockstep.errors import UserError
 from lockstep.memory.files import KeptState, identity_of, remove_states
 from lockstep.memory.recovery import newest_in_memory, newest_whole_step
 from lockstep.memory.shard_recovery import newest_shards
 from lockstep.memory.writer import MemoryWriter
+from lockstep.ranks.ranks import (
+    LONGEST_WAIT,
+    Ranks,
+    from_each_rank,
+    from_rank_zero,
+    is_rank_zero,
+    ranks_unlike_rank_zero,
+)
+from lockstep.run.directory import RunDirectory, some_of
 from lockstep.settings import counted
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,21 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
 
+from lockstep.callbacks.arithmetic import Arithmetic
+from lockstep.callbacks.step import InReceipt, InSummary
+from lockstep.callbacks.weight_hashes import WeightHashes
+from lockstep.checkpoints.copies import copies_of, fetch
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.sums import VerifiedCheckpoint
+from lockstep.checkpoints.writing import checkpoint_io
+from lockstep.errors import RunError, UserError
+from lockstep.loggers.chosen import chosen_loggers
+from lockstep.loggers.tracking import WANDB_ID, read_id, tracked_runs
+from lockstep.memory.files import KeptState
+from lockstep.memory.writer import KeepsStates
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.file import MetricsFile
+from lockstep.metrics.rows import STEP
 from lockstep.ranks.cluster_environment import RanksEnvironment
 from lockstep.ranks.flight_recorder import record_collectives
 from lockstep.ranks.ranks import (
@@ -31,23 +46,8 @@ from lockstep.ranks.ranks import (
     leave,
 )
 from lockstep.ranks.waiting import MeetingError
-from lockstep.errors import RunError, UserError
-from lockstep.callbacks.arithmetic import Arithmetic
-from lockstep.metrics.callback import Metrics
-from lockstep.callbacks.step import InReceipt, InSummary
-from lockstep.callbacks.weight_hashes import WeightHashes
-from lockstep.checkpoints.copies import copies_of, fetch
-from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.checkpoints.sums import VerifiedCheckpoint
-from lockstep.checkpoints.writing import checkpoint_io
 from lockstep.run.directory import RunDirectory
 from lockstep.run.kept import refuse_other_experiment
-from lockstep.loggers.chosen import chosen_loggers
-from lockstep.loggers.tracking import WANDB_ID, read_id, tracked_runs
-from lockstep.memory.files import KeptState
-from lockstep.memory.writer import KeepsStates
-from lockstep.metrics.file import MetricsFile
-from lockstep.metrics.rows import STEP
 from lockstep.run.receipt import facts_of
 from lockstep.run.resuming import (
     CompareSettings,

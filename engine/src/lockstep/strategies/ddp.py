@@ -11,13 +11,13 @@ from lightning.pytorch import strategies
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.strategies.exact_sums import AddsGradients
-from lockstep.ranks.mean_of_counts import MeanOfCounts
-from lockstep.strategies.optimizers import is_compiled
-from lockstep.ranks.ranks import backend_here
 from lockstep.patches.lightning import skip_teardown
-from lockstep.settings import check
 from lockstep.patches.torch import compiling_one_graph, without_hooks
+from lockstep.ranks.mean_of_counts import MeanOfCounts
+from lockstep.ranks.ranks import backend_here
+from lockstep.settings import check
+from lockstep.strategies.exact_sums import AddsGradients
+from lockstep.strategies.optimizers import is_compiled
 
 # A state and a function of torch.distributed.algorithms.ddp_comm_hooks.
 CommHook = tuple[Any, Callable[..., Any]]

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from lockstep.ranks.gathering import ALL_GATHER
-from lockstep.strategies.optimizers import PreparesOptimizers
 from lockstep.errors import UserError
 from lockstep.patches.torch import BatchNorm
+from lockstep.ranks.gathering import ALL_GATHER
+from lockstep.strategies.optimizers import PreparesOptimizers
 
 
 class PairwiseSum:

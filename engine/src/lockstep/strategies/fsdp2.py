@@ -21,9 +21,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep.errors import UserError
+from lockstep.patches.lightning import skip_teardown, synchronizes_batchnorm
+from lockstep.patches.torch import limit_waits
+from lockstep.ranks.mean_of_counts import MeanOfCounts
+from lockstep.settings import check
 from lockstep.strategies.checkpoint_parts import write_part
 from lockstep.strategies.gradient_norms import norm_of_gradients
-from lockstep.ranks.mean_of_counts import MeanOfCounts
 from lockstep.strategies.optimizers import PreparesOptimizers
 from lockstep.strategies.rank_states import (
     is_of_rank,
@@ -37,10 +41,6 @@ from lockstep.strategies.sharded_states import (
 )
 from lockstep.strategies.tensor_parallel import refuse_unsplittable, split_model
 from lockstep.strategies.tensor_splits import TensorPart, TensorRanks, split_of
-from lockstep.errors import UserError
-from lockstep.patches.lightning import skip_teardown, synchronizes_batchnorm
-from lockstep.settings import check
-from lockstep.patches.torch import limit_waits
 
 PRECISIONS = ("32-true", "bf16-mixed")  # in which shards are updated as whole weights are
 

@@ -14,13 +14,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lockstep.batch import Batch
-from lockstep.strategies.ddp import COMM_HOOKS, DDPStrategy, comm_hook_of
-from lockstep.strategies.exact_sums import SingleDeviceStrategy
-from lockstep.strategies.gradient_norms import norm_of_gradients
-from lockstep.strategies.optimizers import COMPILED
-from lockstep.ranks.ranks import LONGEST_WAIT, Ranks
-from lockstep.strategies.tensor_splits import TensorPart
 from lockstep.errors import UserError
+from lockstep.ranks.ranks import LONGEST_WAIT, Ranks
 from lockstep.settings import (
     check,
     check_choice,
@@ -29,6 +24,11 @@ from lockstep.settings import (
     check_whole,
     counted,
 )
+from lockstep.strategies.ddp import COMM_HOOKS, DDPStrategy, comm_hook_of
+from lockstep.strategies.exact_sums import SingleDeviceStrategy
+from lockstep.strategies.gradient_norms import norm_of_gradients
+from lockstep.strategies.optimizers import COMPILED
+from lockstep.strategies.tensor_splits import TensorPart
 
 BACKENDS = (None, "nccl", "gloo", "mpi")
 SHARD_DTYPES = ("float32", "bfloat16")

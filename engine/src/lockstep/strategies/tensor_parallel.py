@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.batch import either
+from lockstep.functional import causal_attention, causal_shares, with_heads_of
+from lockstep.settings import check
 from lockstep.strategies.tensor_splits import SPLITS, Split, TensorRanks
 from lockstep.strategies.tensor_sums import narrowed, sum_gradients, sum_outputs
 from lockstep.strategies.vocabulary_loss import split_cross_entropy, split_logits
-from lockstep.functional import causal_attention, causal_shares, with_heads_of
-from lockstep.settings import check
 
 
 def refuse_unsplittable(model: Any, parts: int, device: torch.device) -> None:

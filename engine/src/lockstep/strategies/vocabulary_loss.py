@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.strategies.tensor_splits import TensorRanks
-from lockstep.strategies.tensor_sums import narrowed, sum_gradients
 from lockstep import functional
 from lockstep.functional import IGNORE
+from lockstep.strategies.tensor_splits import TensorRanks
+from lockstep.strategies.tensor_sums import narrowed, sum_gradients
 
 
 def split_cross_entropy(

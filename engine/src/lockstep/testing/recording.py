@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.testing.results import bits_of
 from lockstep.patches.torch import BatchNorm
+from lockstep.testing.results import bits_of
 
 PROBES = 32  # values of a tensor that are kept
 

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import RunError, UserError
 from lockstep.settings import as_typed
-from lockstep.tokens import build
-from lockstep.tokens import shards
+from lockstep.tokens import build, shards
 from lockstep.tokens.recipe import (
     BuildsItself,
     Recipe,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.loading.order import Positions, spread
 from lockstep.functional import IGNORE
+from lockstep.loading.order import Positions, spread
 from lockstep.tokens.shards import check_sizes, load_index, open_splits
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (B, T) and int64

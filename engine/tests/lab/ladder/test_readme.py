@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-TEXT = (Path(__file__).parents[3] / "lab/ladder/README.md").read_text("utf-8")
+TEXT = (Path(__file__).parents[4] / "lab/ladder/README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 PARTS = [part for block in BLOCKS for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
 SHOWN = dict(part.split("\n", 1) for part in PARTS)  # command -> output; no output is an empty text

@@ -12,7 +12,7 @@ from lockstep.loading.permutation import permute
 
 @pytest.fixture(scope="module", name="sampler_of")
 def sampler_class():
-    ladder = str(Path(__file__).parents[3] / "lab/ladder")
+    ladder = str(Path(__file__).parents[4] / "lab/ladder")
     sys.path.insert(0, ladder)
     try:
         from sampler import EpochSampler

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from clock import DEVICE, DRY, show, synchronize
-from torch import Tensor, nn
-
-from lockstep.strategies.exact_sums import ExactSums
-from lockstep.ranks.gathering import ALL_GATHER, gather_stacks
 from lockstep.muon.exchange import MatrixExchange
 from lockstep.muon.orthogonalization import flops_of, orthogonalized
+from lockstep.ranks.gathering import ALL_GATHER, gather_stacks
+from lockstep.strategies.exact_sums import ExactSums
+from torch import Tensor, nn
+
 from parts.gradients import gradient_of
 from parts.process_group import in_ddp, join
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from clock import DEVICE, DRY, milliseconds, seconds_of, show
 from kernel_times import profiled
+from lockstep.ranks.peaks import peak_of
 from torch import nn
 
-from lockstep.ranks.peaks import peak_of
 from parts.gradients import show_errors
 from parts.recipe import ACCUMULATION, B, T, micro_batch, new_model, text_file
 from parts.watch import Watch

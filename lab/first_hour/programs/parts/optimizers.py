@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from clock import DEVICE, DRY, free_memory, milliseconds, show
+from lockstep.muon.optimizer import Muon
+from lockstep.muon.placement import ReplicatedMatrices
 
 from lockstep_gpt.modern import ModernGPT
 from lockstep_gpt.optim import adamw, muon
-from lockstep.muon.placement import ReplicatedMatrices
-from lockstep.muon.optimizer import Muon
 
 SMALL = {"124M": {"n_layer": 12, "n_head": 6, "n_embd": 768, "ngram_rows": 65536}}
 LARGE = {

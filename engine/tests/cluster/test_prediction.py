@@ -1,0 +1,270 @@
+from dataclasses import replace
+
+import pytest
+
+from lockstep.building import build
+from lockstep.cluster.fitting import Room
+from lockstep.cluster.hardware import HARDWARE, LINKS
+from lockstep.cluster.prediction import predict, vocabulary
+from lockstep.errors import UserError
+from lockstep.muon.orthogonalization import flops_of
+from lockstep.schedule import scaled_lr
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+H100 = HARDWARE["h100"]
+FIXED = ("batch.global_size=64", "batch.reference_size=64")
+
+
+@pytest.fixture(scope="module")
+def gpt2(composed):
+    """GPT-2 with its own vocabulary and a fixed batch, on 1 to 16 devices."""
+    config = composed("model=gpt2", "precision=bf16-mixed", *FIXED)
+    config.data.source.vocab_size = 50_257
+    return config, predict(config, H100, (1, 2, 4, 8, 16))
+
+
+@pytest.mark.slow
+def test_the_model_is_the_published_one(gpt2):
+    assert gpt2[1].parameters == 124_439_808  # Radford et al. 2019
+    assert gpt2[1].chinchilla_tokens == gpt2[1].tokens == 20 * 124_439_808
+    assert gpt2[1].gradient_bytes == 4 * (124_439_808 + 47 * 768)  # with the padding of the head
+
+
+def test_batch_and_learning_rate_are_training_s_own(gpt2):
+    config, plan = gpt2
+    for row in plan.rows:
+        batch = build(config.batch).spread_over(row.batch.devices, row.batch.nodes)
+        lr = scaled_lr(config.optim.lr, batch, config.lr_scaling)
+        assert (row.batch, row.lr) == (batch, lr)
+
+
+def test_a_fixed_batch_scales_strongly_and_loses_efficiency(gpt2):
+    plan = gpt2[1]
+    assert plan.scaling == "strong"
+    assert {row.batch.global_size for row in plan.rows} == {64}
+    efficiencies = [row.efficiency for row in plan.rows]
+    assert efficiencies[0] == 1
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert all(0 < efficiency <= 1 for efficiency in efficiencies)
+
+
+def test_time_and_speed_agree(gpt2):
+    for row in gpt2[1].rows:
+        assert row.seconds * row.tokens_per_second == pytest.approx(gpt2[1].tokens)
+        assert row.batch.global_size * 1024 / row.time.total == pytest.approx(row.tokens_per_second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "samples", "measured"), [("gpt2_124m", 256, 512e3), ("modern_124m", 64, 514e3)]
+)
+def test_the_assumed_utilization_is_near_the_one_of_an_h200(composed, name, samples, measured):
+    """The figures in BENCHMARKS.md, of 27 November 2026."""
+    config = composed(f"experiment={name}", f"batch.global_size={samples}")
+    (row,) = predict(config, HARDWARE["h200"], (1,), vocab_size=50_257).rows
+    assert row.tokens_per_second == pytest.approx(measured, rel=0.1)
+
+
+def test_a_step_computes_its_operations_at_the_assumed_part_of_the_peak(gpt2):
+    config, plan = gpt2
+    # 6 operations per weight, and 12 x layers x width x context in attention, of which the causal
+    # mask leaves half (Chowdhery et al. 2022, appendix B).
+    weights = 124_439_808 - 1024 * 768  # without the positions, which multiply nothing
+    assert plan.flops_per_token == pytest.approx(6 * weights + 6 * 12 * 768 * 1024, rel=0.01)
+    (row, *_) = plan.rows
+    expected = 64 * 1024 * plan.flops_per_token / (0.4 * 989.5e12)
+    assert row.time.compute == pytest.approx(expected)
+    measured = replace(H100, utilisation=0.2)
+    assert predict(config, measured, (1,)).rows[0].time.compute == pytest.approx(2 * expected)
+
+
+def test_muon_s_products_are_part_of_the_update(composed):
+    words = ("model=gpt2", "clip_norm=1.0", "batch.global_size=64")
+    configs = (composed(f"optim={name}", *words) for name in ("muon", "adamw"))
+    muon, adamw = (predict(config, H100, (1,)) for config in configs)
+    blocks = 12 * sum(map(flops_of, [(2304, 768), (768, 768), (3072, 768), (768, 3072)]))
+    seconds = blocks / (0.4 * 989.5e12)
+    moved = 8 * 85e6 / (0.7 * 3350e9)  # AdamW reads and writes one more moment of the blocks
+    more = muon.rows[0].time.optimizer - adamw.rows[0].time.optimizer
+    assert more == pytest.approx(seconds - moved, rel=0.02)
+
+
+def test_nodes_are_filled_one_after_the_other(gpt2):
+    layouts = [(row.batch.devices, row.batch.nodes) for row in gpt2[1].rows]
+    assert layouts == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
+
+
+def test_a_batch_grows_with_the_devices_if_that_is_asked_for(composed):
+    config = composed("lr_scaling=sqrt")  # 12 samples
+    plan = predict(config, H100, (1, 64), scaling="weak")
+    assert plan.scaling == "weak"
+    assert [row.batch.global_size for row in plan.rows] == [12, 12 * 64]
+    assert plan.rows[1].lr == pytest.approx(8 * plan.rows[0].lr)
+
+
+def test_an_impossible_row_has_its_reason(composed):
+    plan = predict(composed(), H100, (1, 5, 12))
+    assert [row.batch.world_size for row in plan.rows] == [1]
+    assert "is not divisible" in plan.refused[5]
+    assert plan.refused[12] == (
+        "12 devices are not a whole number of nodes of 8 each; set --per-node"
+    )
+
+
+def test_the_price_counts_every_device(composed):
+    plan = predict(composed(), H100, (1, 4), tokens=1e9, price=2.0)
+    for row in plan.rows:
+        assert row.cost == pytest.approx(row.seconds / 3600 * row.batch.world_size * 2.0)
+
+
+def test_slow_links_cost_efficiency(composed):
+    config = composed("model=gpt2", "precision=bf16-mixed", "batch.global_size=16")
+    slow = replace(H100, inter=LINKS["1gbe"], adapters=1)
+    fast, lame = (predict(config, hardware, (16,)).rows[0] for hardware in (H100, slow))
+    assert lame.time.exposed > 10 * fast.time.exposed
+    assert lame.efficiency < 0.5 * fast.efficiency
+
+
+@pytest.mark.slow
+def test_a_misfit_is_printed_with_settings_that_fit(composed):
+    config = composed("model=gpt2_xl", "precision=32-true", "batch.global_size=64")
+    row = predict(config, HARDWARE["a100-40"], (1,)).rows[0]
+    assert not row.fits
+    assert 0 < row.largest_micro_size < 64
+    assert predict(config, HARDWARE["t4"], (1,)).rows[0].largest_micro_size == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["strategy.comm_hook=powersgd", "launch.max_restarts=0"], "powersgd is planned without"),
+        (["compile=true"], "compile=true keeps fewer"),
+        (["precision=32-true"], "bf16-mixed has 2.0 times the peak"),
+    ],
+)
+def test_omissions_are_noted(composed, words, note):
+    assert any(note in line for line in predict(composed(*words), H100, (1,)).notes)
+
+
+def test_linear_scaling_beyond_its_tested_range_is_noted(composed):
+    noted = [
+        any("Goyal" in note for note in predict(composed(), H100, (1, devices), "weak").notes)
+        for devices in (8, 1024)
+    ]
+    assert noted == [False, True]
+
+
+def test_a_precision_that_the_device_lacks_is_rejected(composed):
+    with pytest.raises(UserError, match="precision=bf16-mixed"):
+        predict(composed("precision=bf16-mixed"), HARDWARE["t4"], (1,))
+
+
+def test_the_vocabulary_is_that_of_the_data(composed):
+    data = composed().data
+    assert vocabulary(data) == 256
+    data.source.vocab_size = 999
+    assert vocabulary(data) == 999
+
+
+FEW = 8192  # of GPT-2's 50,257: tracing takes as long as there are logits
+LARGE = ("model=gpt2_large", "optim=adamw", "precision=bf16-mixed", "batch.global_size=64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_fsdp2_divides_the_states_by_the_ranks(composed, optim):
+    words = (*LARGE[:1], f"optim={optim}", *LARGE[2:], "strategy=fsdp2")
+    one, eight = predict(composed(*words), H100, (1, 8)).rows
+    for part in ("weights", "gradients", "optimizer"):
+        share = getattr(one.memory, part) / 8
+        assert getattr(eight.memory, part) == pytest.approx(share, rel=1e-6)
+    assert (one.memory.gathered, one.time.all_reduce) == (0, 0)
+    assert eight.memory.gathered > 0
+    assert eight.time.algorithm == "ring"
+
+
+def test_gathered_weights_of_fsdp2_count_as_memory(composed):
+    settings = ([], ["strategy.reshard_after_forward=false"], ["strategy.param_dtype=bfloat16"])
+    again, gathered_once, half = (
+        predict(composed(*LARGE, "strategy=fsdp2", *words), H100, (8,)).rows[0]
+        for words in settings
+    )
+    assert gathered_once.memory.gathered > 10 * again.memory.gathered  # of 36 blocks 36, not 2
+    assert gathered_once.time.all_reduce < again.time.all_reduce
+    assert half.memory.gathered < again.memory.gathered
+    assert half.memory.total < again.memory.total  # also no copies for autocast
+    assert half.time.all_reduce < again.time.all_reduce
+
+
+@pytest.mark.slow
+def test_a_misfit_has_remedies(composed):
+    config = composed(*LARGE)
+    one, four = predict(config, HARDWARE["rtx4090"], (1, 4), vocab_size=FEW).rows
+    assert [one.fits, four.fits] == [False, False]
+    for row in (one, four):
+        assert row.remedies
+        for remedy in row.remedies:
+            again = composed(*LARGE, *remedy.words.split())
+            devices = (row.batch.world_size,)
+            fits = predict(again, HARDWARE["rtx4090"], devices, vocab_size=FEW).rows[0]
+            assert fits.fits, remedy
+            assert fits.memory.total == pytest.approx(remedy.memory, rel=1e-3)
+    words = [remedy.words for remedy in (*one.remedies, *four.remedies)]
+    assert any("batch.micro_size=" in setting for setting in words)
+    assert any("model.activation_checkpointing=true" in setting for setting in words)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
+    config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
+    one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), "weak", vocab_size=FEW).rows
+    assert one.remedies == []
+    assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
+
+
+@pytest.mark.parametrize("words", [["batch.exact_micro_size=1"], ["precision=64-true"]])
+def test_sharding_is_no_remedy_where_it_does_not_work(composed, words):
+    small = ("experiment=smoke", "optim=adamw", "precision=32-true")
+    hardware = replace(HARDWARE["h100"], memory=1.0, context=0.0)
+    rooms = [Room.of(composed(*small, *more), hardware, 256) for more in ([], words)]
+    shards = ["strategy=fsdp2" in dict(room._others) for room in rooms]
+    assert shards == [True, False]
+
+
+def test_a_fit_has_no_remedy(gpt2):
+    assert all(row.fits and row.remedies == [] for row in gpt2[1].rows)
+
+
+def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
+    words = ("model=gpt2", "batch.global_size=96", "batch.reference_size=96")
+    exact = predict(composed(*words, "batch.exact_micro_size=2"), H100, (1, 2, 3, 24, 48))
+    plain = predict(composed(*words, "batch.micro_size=2"), H100, (1, 3, 24, 48))
+    assert [row.batch.world_size for row in exact.rows] == [1, 3, 24, 48]
+    assert "gives equal bits on 1, 3, 6, 12, 24, or 48 devices" in exact.refused[2]
+    for ours, row, sums in zip(exact.rows, plain.rows, (5, 4, 1, 0), strict=True):
+        more = ours.memory.copies - row.memory.copies
+        assert more == sums * plain.gradient_bytes  # log2 of the number of a rank's micro-batches
+
+
+@pytest.mark.slow
+def test_tensor_ranks_split_activations_and_wait_for_their_sums(composed):
+    words = ("model=gpt2", "optim=adamw", "precision=bf16-mixed", "strategy=fsdp2", *FIXED)
+
+    def plan(size):
+        config = composed(*words, "batch.micro_size=4", f"strategy.tensor_parallel={size}")
+        return predict(config, replace(H100, launch=0.0), (1, 8), vocab_size=50_257)
+
+    whole, split = plan(1).rows[-1], plan(4).rows[-1]
+    assert plan(4).refused[1].startswith("strategy.tensor_parallel=4 does not divide 1 device")
+    assert (split.batch.data_parallel, split.batch.accumulation) == (2, 8)
+    assert split.time.compute == pytest.approx(whole.time.compute, rel=0.05)
+    for name, share in (("weights", 1), ("optimizer", 1), ("gathered", 1 / 4), ("logits", 1 / 4)):
+        expected = share * getattr(whole.memory, name)
+        assert getattr(split.memory, name) == pytest.approx(expected, rel=0.1), name
+    assert whole.memory.activations / 4 < split.memory.activations < whole.memory.activations / 1.5
+    # Activations in bfloat16: four times per block, the embeddings, and the head's gradient.
+    activations = 4 * 1024 * 768 * 2
+    bandwidth = H100.intra.bandwidth * H100.link_efficiency
+    seconds = 8 * (4 * 12 + 2) * activations * 2 * 3 / 4 / bandwidth
+    assert seconds < split.time.exposed < 1.5 * seconds
+    assert split.time.exposed < split.time.all_reduce
