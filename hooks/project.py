@@ -102,7 +102,7 @@ def make(
     return _screen(target, answers, len(own), history)
 
 
-def _names(root: Path, target: Path, answers: Answers) -> list[str]:
+def _names(root: Path, target: Path) -> list[str]:
     names = committed_files(root)
     if target.is_relative_to(root):
         names = [name for name in names if not (root / name).is_relative_to(target)]
@@ -121,7 +121,7 @@ def refuse_links(root: Path, target: Path, answers: Answers) -> list[str]:
     Raises:
         Refused: one of the project's files would be written through a link.
     """
-    names = _names(root, target, answers)
+    names = _names(root, target)
     paths: dict[PurePosixPath, None] = {}  # each once, in order
     for name in [*(_placed(name, answers) for name in names), "README.md", "LICENSE", RECORD]:
         path = PurePosixPath(name)
@@ -256,7 +256,7 @@ def _git(folder: Path, *arguments: str, check: bool = False) -> subprocess.Compl
 def _screen(target: Path, answers: Answers, own: int, history: str) -> str:
     terms = "no license" if answers.license == "none" else f"{answers.license} license"
     return f"""\
-{target.name}: {own} files of your own, and the engine; package {answers.package_name}, {terms}{history}
+{target.name}: {own} files and engine/, package {answers.package_name}, {terms}{history}
 next:
   cd {target.name}
   python3 scripts/dev.py train

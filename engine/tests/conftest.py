@@ -50,7 +50,7 @@ ON_TWO_RANKS = (
     "train experiment=smoke trainer=cpu trainer.devices=2 strategy=ddp "
     "strategy.process_group_backend=gloo"
 )
-COMMAND = "lockstep_gpt.cli:main"
+COMMAND = "lockstep_gpt.__main__:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
@@ -233,7 +233,7 @@ class Started:
 
 def _main(arguments: Sequence[str]) -> int:
     """Run the command in this process; return the exit status that it would have had."""
-    from lockstep_gpt import cli
+    from lockstep_gpt import __main__ as cli
 
     try:
         return cli.main(arguments)

@@ -43,7 +43,7 @@ PRELOADED = (
     "hypothesis",
     "kubeflow_trainer_api.models",
     "kubernetes.config",
-    "lockstep_gpt.cli",
+    "lockstep_gpt.__main__",
     "lockstep.launch.agent",
     "lockstep.launch.agent_program",
     "lockstep.launch.composed",
@@ -298,7 +298,7 @@ def _load(modules: Sequence[str]) -> None:
 def _compose_once() -> None:
     """Compose quickly, as tests in their own process do, and what most commands compose once."""
     import composition  # from this file's folder
-    from lockstep_gpt import cli
+    from lockstep_gpt import __main__ as cli
 
     stack = contextlib.ExitStack()
     stack.enter_context(composition.quick())

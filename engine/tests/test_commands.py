@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from lockstep_gpt import CONFIGS, PROJECT, cli
+from lockstep_gpt import CONFIGS, PROJECT
+from lockstep_gpt import __main__ as cli
 
 import lockstep
 from lockstep.commands import OURS, table
@@ -43,7 +44,7 @@ GROUPS = {
 # Run each command in a separate folder, as a fork of a process with all of their imports.
 FORKS = """
 import json, os, runpy, sys
-import lockstep_gpt.cli, lockstep.launch.composed
+import lockstep_gpt.__main__, lockstep.launch.composed
 statuses = []
 for folder, arguments in json.loads(sys.argv[1]):
     if pid := os.fork():

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 
 RUN = ("-m", "lockstep_gpt")
 # Starts a Python that ignores signals, as under `nohup`, and has no standard streams.

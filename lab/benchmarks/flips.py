@@ -36,7 +36,7 @@ from lockstep.evidence.replay import NAMES, replay
 from lockstep.evidence.verify import recorded_of, steps_of
 from lockstep.run.directory import RunDirectory
 
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 
 STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")

@@ -1,5 +1,6 @@
-"""`python -m lockstep_gpt`, the same as the `lockstep-gpt` command."""
+"""The `lockstep-gpt` command, also `python -m lockstep_gpt`."""
 
+from lockstep.commands import main as main
 from lockstep.commands import run
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from lockstep import functional
 from lockstep.settings import check_choice
 from torch import Tensor, nn
 
-from lockstep import functional
-from lockstep_gpt.language_model import LanguageModel, recompute_in_backward
-from lockstep_gpt.shape import check_switches
+from lockstep_gpt.language_model import LanguageModel, check_switches, recompute_in_backward
 
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 

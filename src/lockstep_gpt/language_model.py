@@ -9,14 +9,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from lockstep import functional
 from lockstep.errors import RunError, UserError
+from lockstep.settings import check, check_number, check_switch, check_whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import functional
-from lockstep_gpt.sampling import BROKEN, check_sampling, sample_tokens
-from lockstep_gpt.shape import VOCAB_MULTIPLE, check_shape
-
+VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
+MOST_LAYERS = 10_000
+COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
+BROKEN = "the model's logits are infinite or not numbers; use another checkpoint"
 FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other
 
 
@@ -162,3 +165,76 @@ def recompute_in_backward(blocks: Iterable[nn.Module]) -> None:
     """
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def check_shape(
+    vocab_size: int, block_size: int, n_layer: int, n_head: int, n_embd: int, dropout: float
+) -> None:
+    """Raise a `UserError` for a shape that no model can have."""
+    rule = "is not known; give the data module an attribute vocab_size"
+    check("vocab_size", vocab_size, vocab_size is not None, rule)
+    check_whole("vocab_size", vocab_size, at_least=1)
+    check_whole("model.block_size", block_size, at_least=1)
+    check_whole("model.n_layer", n_layer, at_least=1, at_most=MOST_LAYERS)
+    check_whole("model.n_head", n_head, at_least=1)
+    check_whole("model.n_embd", n_embd, at_least=1)
+    check_number("model.dropout", dropout, at_least=0, below=1)
+    check_heads(n_head, n_embd)
+
+
+def check_switches(**switches: Any) -> None:
+    """Raise a `UserError` for an argument of a model, by its name, that is not true or false."""
+    for name, value in switches.items():
+        check_switch(f"model.{name}", value)
+
+
+def check_heads(n_head: int, n_embd: int, n_kv_head: int | None = None) -> None:
+    """Raise a `UserError` unless heads divide the width evenly, and share keys and values evenly.
+
+    Args:
+        n_head: of queries.
+        n_embd: the width that they divide.
+        n_kv_head: of keys and values; None: as many as of queries.
+    """
+    if n_kv_head is not None:
+        check_whole("model.n_kv_head", n_kv_head, at_least=1)
+        rule = f"does not divide model.n_head={n_head}; set a divisor of it"
+        check("model.n_kv_head", n_kv_head, n_head % n_kv_head == 0, rule)
+    nearest = n_head * max(1, round(n_embd / n_head))
+    rule = f"is not divisible by model.n_head={n_head}; nearest: model.n_embd={nearest}"
+    check("model.n_embd", n_embd, n_embd % n_head == 0, rule)
+
+
+def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
+    """Raise a `UserError` for arguments that `generate` cannot use."""
+    if tokens.shape[1] == 0:
+        raise UserError("the prompt is empty; give at least one token")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise UserError(
+            f"temperature={temperature} must be at least 0; 0 picks the likeliest token"
+        )
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k={top_k} must be at least 1; omit it to sample from all tokens")
+
+
+def sample_tokens(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """Sample one token, (B, 1), from each row of `logits`, (B, V)."""
+    if temperature < COLD:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < weakest, -math.inf)
+    return draw_tokens(F.softmax(logits / temperature, dim=-1), generator)
+
+
+def draw_tokens(likely: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw one token, (B, 1), by the probabilities of each row of `likely`, (B, V).
+
+    The token whose probability is highest after division by an exponential random number is a
+    sample (Yellott 1977). `torch.multinomial` draws the same token, but also checks its arguments,
+    for which a GPU's host must wait twice.
+    """
+    times = torch.empty_like(likely).exponential_(generator=generator)
+    return (likely / times).argmax(dim=-1, keepdim=True)

@@ -16,8 +16,12 @@ from lockstep.functional import causal_attention, is_narrow
 from lockstep.settings import check, check_whole
 from torch import Tensor, nn
 
-from lockstep_gpt.language_model import LanguageModel, recompute_in_backward
-from lockstep_gpt.shape import check_heads, check_switches
+from lockstep_gpt.language_model import (
+    LanguageModel,
+    check_heads,
+    check_switches,
+    recompute_in_backward,
+)
 
 BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0

@@ -10,17 +10,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lockstep import processes, stop_signals
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import composed, targets
 from lockstep.launch.main import Jobs
 from lockstep.logs import LEVELS, log_to_stdout
 from lockstep.settings import check_choice
-from lockstep.tokens import prepare as tokens
+from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import check_block_size, load_index
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import processes, stop_signals
 from lockstep_gpt import CONFIGS, PROJECT
 
 HELP = f"""\
@@ -61,7 +61,7 @@ def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     values: Any = OmegaConf.to_container(config, resolve=True)
     targets.refuse_mistakes({"data": {"source": values["data"]["source"]}})
     source = replace(build(data.source), root=data.root, fingerprint=data.fingerprint)
-    folder = tokens.prepare(source, verify, tell=True)
+    folder = prepare(source, verify, tell=True)
     check_block_size(load_index(folder), data.block_size)
     if data.packing is not None:
         build(data.packing).prepare(folder, data.block_size)

@@ -11,7 +11,7 @@ from lockstep.strategies.placing import layout_of
 from lockstep.tokens.tokenizer import Tokenizer, printable
 from lockstep.tokens.windows import read_windows
 
-from lockstep_gpt.sampling import check_sampling
+from lockstep_gpt.language_model import check_sampling
 
 logger = logging.getLogger(__name__)
 

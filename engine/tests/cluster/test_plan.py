@@ -4,7 +4,8 @@ import sys
 import time
 
 import pytest
-from lockstep_gpt import CONFIGS, PROJECT, cli
+from lockstep_gpt import CONFIGS, PROJECT
+from lockstep_gpt import __main__ as cli
 
 from lockstep.cluster.hardware import HARDWARE
 from lockstep.cluster.plan import OF_GPT2, WORLD_SIZES

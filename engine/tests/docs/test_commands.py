@@ -5,10 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from lockstep_gpt import PROJECT, cli, extras
+from lockstep_gpt import PROJECT, extras
+from lockstep_gpt import __main__ as cli
 from omegaconf import OmegaConf
 
 import lockstep
+from lockstep.commands import table
 
 ROOT = Path(__file__).parents[3]
 # In a project: the page that a newcomer follows. The template's tests run all others; not your own

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.commands import table
+
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "docs/extend.md"
 if not FILE.is_file():
@@ -104,8 +106,7 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
 # Runs commands one after another in one process, which imports the copy; prints their output.
 TELL = """
 import json, sys
-from lockstep_gpt import cli
-
+from lockstep_gpt import __main__ as cli
 from lockstep.commands import table
 for words in json.loads(sys.argv[1]):
     assert cli.main(words) == 0, words

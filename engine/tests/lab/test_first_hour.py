@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 from packaging.requirements import Requirement
 
 import lockstep

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import lockstep_gpt
 import pytest
-from lockstep_gpt import CONFIGS, PROJECT, cli
+from lockstep_gpt import CONFIGS, PROJECT
+from lockstep_gpt import __main__ as cli
 
 from lockstep.building import build
 from lockstep.errors import UserError

@@ -3,7 +3,7 @@ import re
 import shutil
 
 import pytest
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 
 from lockstep.pages.panel import panel_page, render
 

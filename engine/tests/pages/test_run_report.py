@@ -7,7 +7,7 @@ from html import unescape
 
 import pytest
 import yaml
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 
 from lockstep.optional import install_command
 from lockstep.pages.run_report import outcome, report

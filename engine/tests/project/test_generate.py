@@ -1,5 +1,5 @@
 import pytest
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 from lockstep_gpt.generate import main
 
 from lockstep.errors import UserError

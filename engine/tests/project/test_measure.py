@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 from lockstep_gpt.measure import of_text
 from lockstep_gpt.trained_model import load_model
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.sampling import draw_tokens
+from lockstep_gpt.language_model import draw_tokens
 
 from lockstep.errors import RunError, UserError
 

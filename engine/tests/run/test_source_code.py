@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lockstep_gpt.cli import main
+from lockstep_gpt.__main__ import main
 from lockstep_gpt.trained_model import load_model
 
 from lockstep.callbacks.arithmetic import Arithmetic

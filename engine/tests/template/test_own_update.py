@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hooks.answers import EXTRAS, Refused
 from hooks.extras import choose
+from lockstep_gpt import PROJECT
 
 FIRST, LAST = "# the template's first line\n", "# the user's last line\n"
 

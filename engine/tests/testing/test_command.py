@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 
 from lockstep.testing import command as check_command
 

@@ -73,13 +73,13 @@ def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
     size = (TRIAL_SAMPLES * ranks.world_size, TRIAL_LENGTH)
     classes = torch.randint(TRIAL_CLASSES, size, generator=torch.Generator().manual_seed(0))
     classes = classes.to(device)
-    _trial_loss(model, classes).backward()
+    torch.autograd.backward(_trial_loss(model, classes))
     joined = [_gradient(weight) for weight in model.parameters()]
     model.zero_grad()
     share = classes[ranks.rank * TRIAL_SAMPLES :][:TRIAL_SAMPLES]
     ids = [device.index] if device.type == "cuda" else None
     averaging = DistributedDataParallel(model, device_ids=ids)
-    _trial_loss(averaging, share).backward()
+    torch.autograd.backward(_trial_loss(averaging, share))
     pairs = zip(joined, model.parameters(), strict=True)
     error = max(float((_gradient(weight) - expected).abs().max()) for expected, weight in pairs)
     line = f"averaged gradients differ from the whole batch's by at most {error:.1e}"

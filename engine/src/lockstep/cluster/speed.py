@@ -118,7 +118,7 @@ def _utilisation(
             model = shaped(shape, vocab_size, config.precision)
     except UserError:
         return None
-    flops = model.flops_per_token * model.block_size
+    flops: int = model.flops_per_token * model.block_size
     micro_size = math.floor(STEP_FLOPS[device.type] / flops)
     if micro_size < 1:
         return None

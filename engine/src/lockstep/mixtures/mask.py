@@ -125,7 +125,7 @@ def _masked(new_model: Any, tokenizer: Tokenizer) -> Any:
     return model
 
 
-def mask(model: Any, tokenizer: Tokenizer, one_graph: bool = False) -> None:
+def mask(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> None:
     """Change a model so that documents don't see each other.
 
     With `one_graph`, a CPU masks at all T x T scores without leaving the compiled graph, as a GPU
@@ -158,9 +158,9 @@ def _is_recomputed(block: Any) -> bool:
     return isinstance(block.forward, partial) and block.forward.func is checkpoint
 
 
-def refuse_endless(wanted: str, tokenizer: Tokenizer) -> None:
+def refuse_endless(wanted: str, tokenizer: Tokenizer | None) -> None:
     """Raise a `UserError` if no token ends a document."""
-    if tokenizer.end_of_text is None:
+    if tokenizer is None or tokenizer.end_of_text is None:
         raise UserError(
             f"{wanted} needs documents, and this tokenizer has no end of text; leave it out"
         )

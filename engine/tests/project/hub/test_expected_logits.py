@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt import cli, gpt, modern
+from lockstep_gpt import __main__ as cli
+from lockstep_gpt import gpt, modern
 from lockstep_gpt.hub.expected_logits import ACTIVATIONS, gpt2_logits
 from lockstep_gpt.hub.folder import export
 from lockstep_gpt.hub.layouts import GPT2_COMPUTES, LAYOUTS

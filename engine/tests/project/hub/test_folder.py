@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from lockstep_gpt import cli
+from lockstep_gpt import __main__ as cli
 from lockstep_gpt.hub import folder as module
 from lockstep_gpt.hub.card import MARK
 from lockstep_gpt.hub.folder import export, main

@@ -11,8 +11,7 @@ from torch import Tensor
 from zipf import zipf
 
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.shape import VOCAB_MULTIPLE
+from lockstep_gpt.language_model import VOCAB_MULTIPLE, LanguageModel
 
 # Samples, tokens of a sample, width, layers, vocabulary.
 B, T, C, L, V = (2, 16, 32, 2, 501) if DRY else (32, 1024, 768, 12, 50257)
