@@ -141,6 +141,7 @@ def mask(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> No
             f"callbacks=documents needs attention with `attend` and a model with `positions`;"
             f" {type(model).__name__} of {type(model).__module__} lacks them, so leave it out"
         )
+    assert tokenizer is not None
     assert tokenizer.end_of_text is not None
     documents = Documents(model, tokenizer.end_of_text, one_graph)
     model.positions = documents.positions
