@@ -43,7 +43,7 @@ PRELOADED = (
     "hypothesis",
     "kubeflow_trainer_api.models",
     "kubernetes.config",
-    "lockstep_gpt.__main__",
+    "lockstep.commands",
     "lockstep.launch.agent",
     "lockstep.launch.agent_program",
     "lockstep.launch.composed",
@@ -298,7 +298,8 @@ def _load(modules: Sequence[str]) -> None:
 def _compose_once() -> None:
     """Compose quickly, as tests in their own process do, and what most commands compose once."""
     import composition  # from this file's folder
-    from lockstep_gpt import __main__ as cli
+
+    from lockstep import commands as cli
 
     stack = contextlib.ExitStack()
     stack.enter_context(composition.quick())
