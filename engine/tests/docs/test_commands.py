@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from lockstep_gpt import PROJECT
-from lockstep_gpt import __main__ as cli
 from omegaconf import OmegaConf
 
 import lockstep
+from lockstep import commands as cli
 
 ROOT = Path(__file__).parents[3]
 # Page -> its sections whose commands another test runs.
