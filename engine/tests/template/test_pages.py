@@ -72,7 +72,8 @@ ELSEWHERE = re.compile(
     r"trainer\.(?!devices|num_nodes|accelerator)\w+|logger\.mlflow\.prefix"  # Lightning's own
     r"|launch\.(rdzv_endpoint|node_rank|min_nodes|join_seconds|lost_seconds|keep_memory)"
     r"|callbacks\.sync_panel\.ranks"
-    r"|model\.(safetensors|module)"
+    r"|model\.(safetensors|module|blocks)"  # a file, attributes
+    r"|data\.(source\.count|rows)"  # of an example
     r"|model\.n_layers"  # a mistake, as an example
 )
 
@@ -268,7 +269,7 @@ def test_new_names_for_projects_of_0_2_exist(template):
         resolve_name(dotted)
     settings = table_of(page, r"setting of 0\.2")
     known = settings_of(template)
-    new = [name for _, cell in settings for name in re.findall(r"`([\w.]+)(?=[`:=])", cell)]
+    new = [name for _, cell in settings for name in re.findall(r"`([a-z][\w.]+)(?=[`:=])", cell)]
     assert len(new) > 12
     assert [name for name in new if name not in known and not name.startswith("PACKAGE")] == []
 
