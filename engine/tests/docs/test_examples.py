@@ -1,8 +1,6 @@
 """The engine's pages: every block of Python runs, and every public name has its page."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,13 +25,17 @@ EXAMPLES = {name: blocks_of(text) for name, text in PAGES.items() if name not in
 EXAMPLES = {name: blocks for name, blocks in EXAMPLES.items() if blocks}
 
 
-def run(words, folder, command, status=0):
-    """Run Python in a folder; return its output."""
-    words = [sys.executable, *words]
-    process = command.elsewhere(folder).start_words(words)
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == status, out + err
-    return out, err
+@pytest.fixture
+def run(command, python_of_forks):
+    """Run Python in a folder, quickly; return its output."""
+
+    def run_in(folder, *words):
+        process = command.elsewhere(folder).start_words([python_of_forks, *words])
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, out + err
+        return out
+
+    return run_in
 
 
 def test_every_public_name_is_in_the_table_and_on_its_page():
@@ -60,13 +62,13 @@ def test_the_engine_s_pages_do_not_name_the_project():
 
 
 @pytest.mark.slow
-def test_the_readme_s_example_prints_the_same_digits_on_any_number_of_ranks(tmp_path, command):
+def test_the_readme_s_example_prints_the_same_digits_on_any_number_of_ranks(tmp_path, run):
     (code,) = PYTHON.findall(README)
     (tmp_path / "train.py").write_text(code)
     told = []
     for ranks in (1, 4):
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-        out, _ = run([*(launcher if ranks > 1 else []), "train.py"], tmp_path, command)
+        out = run(tmp_path, *(launcher if ranks > 1 else []), "train.py")
         told.append(re.findall(r"^-?\d+\.\d+$", out, re.MULTILINE))
     assert told[0] == told[1]
     assert len(told[0]) == 2
@@ -75,9 +77,9 @@ def test_the_readme_s_example_prints_the_same_digits_on_any_number_of_ranks(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(EXAMPLES))
-def test_the_blocks_of_a_page_run_in_order(page, tmp_path, command):
+def test_the_blocks_of_a_page_run_in_order(page, tmp_path, run):
     (tmp_path / "page.py").write_text("\n".join(EXAMPLES[page]))
-    run(["page.py"], tmp_path, command)
+    run(tmp_path, "page.py")
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +95,12 @@ def program(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_program_runs_as_its_page_says(program, command):
+def test_the_program_runs_as_its_page_says(program, run):
     (block,) = re.findall(r"^```bash\n(.*?)^```$", PAGES["start.md"], re.MULTILINE | re.DOTALL)
     for line in block.splitlines():
         words = line.split()
         module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-        run([*module, *words[1:]], program, command)
+        run(program, *module, *words[1:])
     summaries = [path.read_text() for path in sorted(program.glob("runs/*/summary.json"))]
     hashes = {digest for text in summaries for digest in re.findall(r'"20": "(\w+)"', text)}
     assert len(summaries) == 3
@@ -108,14 +110,15 @@ def test_the_program_runs_as_its_page_says(program, command):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
 def test_the_promise_of_the_program_is_tested_as_its_page_says(program, monkeypatch):
     monkeypatch.chdir(program)
-    (code,) = PYTHON.findall(PAGES["testing.md"])
-    (program / "test_promise.py").write_text(code)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_promise.py"]
-    done = subprocess.run(words, capture_output=True, encoding="utf-8", check=False)
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
+    names = {}
+    exec(PYTHON.findall(PAGES["testing.md"])[0], names)
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
 
 
 def test_a_project_that_begins_as_the_page_says_has_the_commands_of_its_table():

@@ -73,6 +73,7 @@ ELSEWHERE = re.compile(
     r"|launch\.(rdzv_endpoint|node_rank|min_nodes|join_seconds|lost_seconds|keep_memory)"
     r"|callbacks\.sync_panel\.ranks"
     r"|model\.(safetensors|module|blocks)"  # a file, attributes
+    r"|batch\.accumulation"  # an attribute
     r"|data\.(source\.count|rows)"  # of an example
     r"|model\.n_layers"  # a mistake, as an example
 )
