@@ -275,7 +275,9 @@ def test_new_names_for_projects_of_0_2_exist(template):
     assert [name for name in new if name not in known and not name.startswith("PACKAGE")] == []
 
 
-def test_the_command_for_projects_of_0_2_lists_what_is_the_owner_s(template, made, committed, tmp_path):
+def test_the_command_for_projects_of_0_2_lists_what_is_the_owner_s(
+    template, made, committed, tmp_path
+):
     page = (template / "docs/from_0_2.md").read_text("utf-8")
     (command,) = re.findall(r"^```bash\n(.+)\n```$", page, re.MULTILINE)
     project = committed(made(tmp_path / "my-gpt"))
