@@ -1,4 +1,4 @@
-"""An owner's own parts: in a copy of the project, the files and changes of pages do what they say."""
+"""An owner's own parts: in a copy of the project, files and changes of pages do what they say."""
 
 import csv
 import json

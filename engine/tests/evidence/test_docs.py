@@ -1,4 +1,4 @@
-"""engine/docs/evidence.md: `compare` understands the page's commands, and has the options of its table."""
+"""The page on evidence: `compare` understands its commands, and has the options of its table."""
 
 from __future__ import annotations
 
