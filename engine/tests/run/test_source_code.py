@@ -34,8 +34,10 @@ def edit(monkeypatch, tmp_path):
         source_code.file_hashes.cache_clear()
 
     source_code.file_hashes.cache_clear()
+    source_code._folder_of.cache_clear()
     yield change
     source_code.file_hashes.cache_clear()
+    source_code._folder_of.cache_clear()
     for name in ("a_project", "a_project.gpt", "a_project.optim"):
         sys.modules.pop(name, None)
 

@@ -38,7 +38,8 @@ def file_hashes() -> dict[str, str]:
     paths = [ENGINE / name for name in COMPUTING]
     files = [file for path in paths for file in [path, *path.rglob("*.py")] if file.is_file()]
     names = [_name_of(file) for file in [*files, *_imported()]]
-    return {name: _hash_of(name) for name in sorted(names)}
+    hashes = {name: _hash_of(name) for name in sorted(names)}
+    return {name: content for name, content in hashes.items() if content is not None}
 
 
 def changes_since(

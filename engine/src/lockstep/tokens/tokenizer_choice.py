@@ -150,6 +150,6 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             classes = (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
             known = ", ".join(tokenizer.kind for tokenizer in classes)
             raise UserError(
-                f"tokenizer kind {kind!r} is not one of {known}; use the version of "
-                "lockstep-gpt that wrote it, with its extras"
+                f"tokenizer kind {kind!r} is not one of {known}, nor a class of this project; use "
+                "the code that wrote it"
             )
