@@ -31,6 +31,7 @@ from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import Index, load_index
 from lockstep.tokens.windows import Batch as Pair
 from lockstep.tokens.windows import StreamWindows, read_windows
+from lockstep_gpt.programs import train_program
 from omegaconf import DictConfig
 from sampler import EpochSampler
 from torch import Tensor, nn
@@ -38,7 +39,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.programs import train_program
 
 # Make the command's runs comparable with the rungs: log each step, validate once at the end.
 # 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.

@@ -31,7 +31,6 @@ DEFAULTS = {
     "license": "MIT",
     "wandb_project": "my-gpt",
     "wandb_entity": "",
-    "extras": "none",
     "git_init": False,
 }
 MEMORY = Path("/dev/shm")  # Linux's file system in memory
@@ -247,10 +246,10 @@ def baked(projects: Path, generate: Generator) -> Callable[..., Path]:
     return bake
 
 
-@pytest.fixture(params=["ours", "none", "all"])
+@pytest.fixture(params=["ours", "a project"])
 def repository(request: pytest.FixtureRequest, template: Path, baked: Callable[..., Path]) -> Path:
-    """The template, or a project without extras, or one with all of them. Read only."""
-    return template if request.param == "ours" else baked(extras=request.param)
+    """The template, or a project. Read only."""
+    return template if request.param == "ours" else baked()
 
 
 @pytest.fixture(scope="session")
