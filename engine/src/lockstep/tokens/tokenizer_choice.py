@@ -151,5 +151,5 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             known = ", ".join(tokenizer.kind for tokenizer in classes)
             raise UserError(
                 f"tokenizer kind {kind!r} is not one of {known}; use the version of "
-                "lockstep-gpt that wrote it, with its extras"
+                "lockstep that wrote it"
             )
