@@ -230,9 +230,8 @@ def _folders() -> "list[str]":
 
 def _dependencies() -> "list[str]":
     """Return what the project needs, and what its engine does."""
-    folders = [".", ENGINE] if _has_engine() else ["."]
     return [
-        each for folder in folders for each in _about(folder)["project"].get("dependencies", ())
+        each for folder in _folders() for each in _about(folder)["project"].get("dependencies", ())
     ]
 
 
