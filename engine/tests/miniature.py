@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import lightning
 import lockstep_gpt
@@ -28,6 +29,7 @@ from lockstep_gpt.module import GPTModule
 from lockstep_gpt.optim import adamw, muon
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import configs
 from lockstep.batch import Batch
 from lockstep.callbacks.clipping import ClipAndSkip
 from lockstep.callbacks.seeds import MicroBatchSeeds
@@ -283,7 +285,8 @@ def read_offline():
 
 def _file(group, choice):
     """Return the values in a YAML file."""
-    file = lockstep_gpt.CONFIGS / f"{group}/{choice}.yaml"
+    folders = (lockstep_gpt.CONFIGS, Path(configs.__file__).parent)
+    file = next(each for folder in folders if (each := folder / f"{group}/{choice}.yaml").is_file())
     return OmegaConf.to_container(OmegaConf.load(file))
 
 

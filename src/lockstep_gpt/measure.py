@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lockstep
 import numpy as np
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
@@ -32,7 +33,6 @@ from lockstep.tokens.windows import Batch as Pair
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-import lockstep
 from lockstep_gpt.data import Tokens
 from lockstep_gpt.language_model import LanguageModel
 from lockstep_gpt.module import GPTModule, count_targets
@@ -95,7 +95,7 @@ def of_split(
         raise UserError(f"module._target_={target} is no LightningModule; name a class that is one")
     if isinstance(module, GPTModule):
         mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
-        tell_changes(checkpoint, content)
+        tell_changes(checkpoint, content, module.model)
     weights = content["state_dict"]
     names = [name for name, _ in module.named_parameters() if name in weights]
     refuse_broken_weights(((name, weights[name]) for name in names), f"checkpoint {checkpoint}")

@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.processes import invocation
 from lockstep.run import trust
 from lockstep.run.directory import literal, settled
-from lockstep.run.source_code import changes_since
+from lockstep.run.source_code import changes_since, files_of
 from lockstep.tokens.tokenizer import Tokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
 from omegaconf import DictConfig, OmegaConf
@@ -35,7 +35,6 @@ OUR_MODULE = "lockstep_gpt.module.GPTModule"
 MASK = "lockstep.mixtures.mask.MaskDocuments"
 SAMPLES = 32  # of the GPT that `evaluate` measures at a time
 PREFIX = "model."  # Lightning saves the weights of the module's attribute `model` with it
-CODE = ("gpt.py", "modern.py", "model/")  # files and folders that compute a model
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -109,7 +108,7 @@ def model_of(
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
     refuse_broken_weights(model.named_parameters(PREFIX.rstrip(".")), f"checkpoint {path}")
-    tell_changes(path, content)
+    tell_changes(path, content, model)
     cfg = OmegaConf.create(literal(values))
     mask_if_configured(cfg, model, tokenizer)
     return model.eval(), cfg, tokenizer
@@ -178,10 +177,10 @@ def next_commands(run: Path, *, has_text: bool) -> list[str]:
     return [f"{invocation()} {name} {shlex.quote(str(run))}" for name in names]
 
 
-def tell_changes(path: Path, content: dict[str, Any]) -> None:
+def tell_changes(path: Path, content: dict[str, Any], model: Any) -> None:
     """Warn if the model's code has changed since it was trained."""
     starts = content.get("arithmetic") or {}
     trained_by = starts[max(starts)].get("code") if starts else None
-    changed = changes_since(trained_by, CODE)
+    changed = changes_since(trained_by, files_of(model))
     if changed and os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks
         logger.warning("changed since %s was trained: %s", path, changed)

@@ -1,48 +1,74 @@
 """Code that has changed since a run trained is named: on resume, and when its model is loaded."""
 
+import importlib
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
-from lockstep_gpt.__main__ import main
 from lockstep_gpt.trained_model import load_model
 
+from lockstep import project
 from lockstep.callbacks.arithmetic import Arithmetic
 from lockstep.checkpoints.reading import checkpoint_path, find_checkpoint
+from lockstep.commands import main
 from lockstep.run import source_code
 
 
 @pytest.fixture
 def edit(monkeypatch, tmp_path):
-    """A copy of the package's folders that compute; a function that changes a file in it."""
-    package = tmp_path / "package"
-    for name in ("model/functional.py", "gpt.py", "training/muon.py"):
-        file = package / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("first = 1\n")
-    monkeypatch.setattr(source_code, "PACKAGE", package)
+    """A project whose files compute; a function that changes one of them."""
+    package = tmp_path / "a_project"
+    package.mkdir()
+    for name in ("__init__", "gpt", "optim", "late"):
+        (package / f"{name}.py").write_text("first = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_project", "a_project.gpt", "a_project.optim"):  # not `late`
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.import_module(name)
+    ours = replace(project.current(), package="a_project")
+    monkeypatch.setattr(project, "_begun", [ours])
 
     def change(name):
-        (package / name).write_text("second = 2\n")
+        (tmp_path / name).write_text("second = 2\n")
         source_code.file_hashes.cache_clear()
 
     source_code.file_hashes.cache_clear()
     yield change
     source_code.file_hashes.cache_clear()
+    for name in ("a_project", "a_project.gpt", "a_project.optim"):
+        sys.modules.pop(name, None)
 
 
-def test_changed_and_removed_files_are_named_new_ones_are_not_and_many_are_counted():
+@pytest.mark.usefixtures("edit")
+def test_imported_files_of_the_project_and_the_engine_s_that_compute_are_kept():
+    kept = [*source_code.file_hashes()]
+    ours = ["a_project/__init__.py", "a_project/gpt.py", "a_project/optim.py"]
+    assert kept[:3] == ours
+    assert {"lockstep/functional.py", "lockstep/muon/optimizer.py"} <= {*kept}
+    assert not [name for name in kept[3:] if not name.startswith("lockstep/")]
+
+
+def test_changed_and_removed_files_are_named_new_ones_are_not_and_many_are_counted(edit):
     now = source_code.file_hashes()
     assert source_code.changes_since(now) is None
     assert source_code.changes_since(None) is None  # of an earlier version
-    before = {**now, "gpt.py": "0", "model/removed.py": "1"}
-    del before["training/muon.py"]
-    assert source_code.changes_since(before) == "gpt.py, model/removed.py"
-    assert source_code.changes_since({**before, "training/a.py": ""}, ["training/"]) == (
-        "training/a.py"
-    )
+    before = {**now, "a_project/gpt.py": "0", "a_project/removed.py": "1"}
+    del before["a_project/optim.py"]
+    assert source_code.changes_since(before) == "a_project/gpt.py, a_project/removed.py"
+    more = {**before, "lockstep/muon/a.py": ""}
+    assert source_code.changes_since(more, ["lockstep/muon/"]) == "lockstep/muon/a.py"
+    edit("a_project/optim.py")
+    assert source_code.changes_since(now) == "a_project/optim.py"
     others = dict.fromkeys(now, "another")
     assert source_code.changes_since(others) == (
         f"{', '.join(sorted(now)[:3])} and {len(now) - 3} more"
     )
+
+
+def test_files_of_a_model_are_those_of_its_layers_without_libraries(new_run):
+    model = new_run(max_steps=1).module.model
+    assert source_code.files_of(model) == ["lockstep_gpt/gpt.py"]
 
 
 def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, caplog):
@@ -55,10 +81,11 @@ def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, 
 
     assert train(2) == []
     assert train(4) == []
-    edit("training/muon.py")
+    edit("a_project/optim.py")
     (line,) = train(6)
     assert line == (
-        "changed since the run last started: training/muon.py; from step 4 on, the new code trains"
+        "changed since the run last started: a_project/optim.py; from step 4 on, the new code "
+        "trains"
     )
     assert train(8) == []
     content = torch.load(checkpoint_path(tmp_path, 8), weights_only=True)
@@ -70,14 +97,16 @@ def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypat
     command, _ = finished
     run = command.folder / "runs/first"
     assert main(["evaluate", str(run)]) == 0
-    hashes = source_code.file_hashes()
-    now = {**hashes, "training/muon.py": "0"}
-    monkeypatch.setattr(source_code, "file_hashes", lambda: now)
+    hash_of = source_code._hash_of
+    changed_file = "lockstep/muon/optimizer.py"  # computes no model
+    monkeypatch.setattr(
+        source_code, "_hash_of", lambda name: "0" if name == changed_file else hash_of(name)
+    )
     assert main(["evaluate", str(run)]) == 0
     assert "changed" not in caplog.text
-    now = {**hashes, "gpt.py": "0"}
+    changed_file = "lockstep_gpt/gpt.py"
     assert main(["evaluate", str(run)]) == 0
-    changed = f"changed since {find_checkpoint(run)} was trained: gpt.py"
+    changed = f"changed since {find_checkpoint(run)} was trained: lockstep_gpt/gpt.py"
     assert caplog.text.count(changed) == 1
     monkeypatch.setenv("RANK", "1")
     load_model(find_checkpoint(run))

@@ -1,32 +1,48 @@
-"""Which of our files compute a run, and which of them have changed since."""
+"""Which files compute a run, and which of them have changed since.
+
+These are the project's files that a rank has imported, and the engine's that change weights.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from lockstep import project
 from lockstep.run.directory import some_of
 
-PACKAGE = Path(__file__).resolve().parents[1]
-# Folders of the package, and its own files.
-COMPUTING = ("model/", "training/", "data.py", "gpt.py", "modern.py", "module.py", "optim.py")
+ENGINE = Path(__file__).resolve().parents[1]
+# The engine's folders and files that compute updates.
+COMPUTING = (
+    "callbacks/clipping.py",
+    "callbacks/counted_targets.py",
+    "callbacks/seeds.py",
+    "callbacks/step_rate.py",
+    "functional.py",
+    "muon/",
+)
 
 
 @cache
 def file_hashes() -> dict[str, str]:
-    """Return 8 hex digits for the content of each file that computes a step, by its path."""
-    paths = [PACKAGE / name for name in COMPUTING]
-    files = sorted(file for path in paths for file in [path, *path.rglob("*.py")] if file.is_file())
-    return {
-        file.relative_to(PACKAGE).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:8]
-        for file in files
-    }
+    """Return 8 hex digits for the content of each file that computes a step, by its name.
+
+    A name begins with the package, as in `my_gpt/gpt.py`; outside of a project, it is a path.
+    """
+    paths = [ENGINE / name for name in COMPUTING]
+    files = [file for path in paths for file in [path, *path.rglob("*.py")] if file.is_file()]
+    names = [_name_of(file) for file in [*files, *_imported()]]
+    return {name: _hash_of(name) for name in sorted(names)}
 
 
 def changes_since(
-    before: Mapping[str, str] | None, places: Iterable[str] = COMPUTING
+    before: Mapping[str, str] | None, places: Iterable[str] | None = None
 ) -> str | None:
     """Name the files of a run in these places that are different now or gone.
 
@@ -34,17 +50,68 @@ def changes_since(
 
     Args:
         before: the run's `file_hashes()`; None if an earlier version has kept none.
-        places: some of `COMPUTING`.
+        places: beginnings of names; None: all.
 
     Returns:
         up to three names, and how many others there are; None if no file differs.
     """
     if before is None:
         return None
-    now = file_hashes()
-    changed = [
-        name
-        for name in sorted(before)
-        if name.startswith(tuple(places)) and before.get(name) != now.get(name)
-    ]
+    chosen = ("",) if places is None else tuple(places)
+    names = sorted(name for name in before if name.startswith(chosen))
+    changed = [name for name in names if before[name] != _hash_of(name)]
     return some_of(changed) if changed else None
+
+
+def files_of(model: Any) -> list[str]:
+    """Return the names of the files that define the layers of a model, without libraries'."""
+    classes = {type(module) for module in model.modules()}
+    files = [Path(inspect.getfile(each)).resolve() for each in classes]
+    return sorted({_name_of(file) for file in files if _is_ours(file)})
+
+
+def _imported() -> list[Path]:
+    """Return the files that this process has imported from the project, or from its folder."""
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    paths = {Path(file).resolve() for file in files if file and file.endswith(".py")}
+    return [path for path in paths if _is_ours(path) and not path.is_relative_to(ENGINE)]
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether this is a file of the project or the engine, not of a library."""
+    if file.is_relative_to(ENGINE):
+        return True
+    ours = project.found()
+    folder = _folder_of(ours.package) if ours is not None else Path.cwd()
+    is_library = "site-packages" in file.parts
+    return folder is not None and file.is_relative_to(folder) and not is_library
+
+
+def _name_of(file: Path) -> str:
+    """Return the name of a file: from its package on, or its path from here."""
+    ours = project.found()
+    packages = ["lockstep"] + ([ours.package] if ours is not None else [])
+    for package in packages:
+        folder = _folder_of(package)
+        if folder is not None and file.is_relative_to(folder):
+            return (Path(package) / file.relative_to(folder)).as_posix()
+    return file.relative_to(Path.cwd()).as_posix()
+
+
+def _hash_of(name: str) -> str | None:
+    """Return the hash of a named file's content now; None if it is gone."""
+    package, _, rest = name.partition("/")
+    folder = _folder_of(package)
+    file = Path(name) if folder is None or not rest else folder / rest
+    if not file.is_file():
+        return None
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+
+
+@cache
+def _folder_of(package: str) -> Path | None:
+    if not package.isidentifier():
+        return None
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return Path(folders[0]).resolve() if folders else None

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt import gpt, modern
 from lockstep_gpt.hub.expected_logits import ACTIVATIONS, gpt2_logits
 from lockstep_gpt.hub.folder import export
@@ -13,6 +12,7 @@ from lockstep_gpt.hub.layouts import GPT2_COMPUTES, LAYOUTS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from lockstep import commands as cli
 from lockstep.errors import UserError
 from lockstep.tokens.tokenizer import ByteTokenizer
 

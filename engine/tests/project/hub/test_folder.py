@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt.hub import folder as module
 from lockstep_gpt.hub.card import MARK
 from lockstep_gpt.hub.folder import export, main
 from lockstep_gpt.trained_model import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep import commands as cli
 from lockstep.checkpoints.reading import (
     read_checkpoint,
     remove_checkpoint,
