@@ -78,7 +78,8 @@ def test_the_command_trains_and_the_tests_run_inside(steps):
     words = " ".join(json.loads(command))
     assert words == "python3 scripts/dev.py train"
     assert words in "\n".join(words_of(steps, "RUN"))  # so the first start installs nothing
-    assert {"scripts", "tests", "src", "engine", "configs", "docs"} <= copied(steps)  # required by `test`
+    of_test = {"scripts", "tests", "src", "engine", "configs", "docs"}
+    assert of_test <= copied(steps)
 
 
 def copied(steps) -> set[str]:

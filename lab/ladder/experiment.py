@@ -32,7 +32,6 @@ from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import Index, load_index
 from lockstep.tokens.windows import Batch as Pair
 from lockstep.tokens.windows import StreamWindows, read_windows
-from lockstep_gpt.programs import train_program
 from omegaconf import DictConfig
 from sampler import EpochSampler
 from torch import Tensor, nn

@@ -196,7 +196,8 @@ def test_a_project_has_its_own_commands_and_the_engine_s(baked, of_project):
 # Composes commands one after another; prints their exit statuses.
 COMPOSE = """
 import json, sys
-from my_gpt.__main__ import main
+import my_gpt
+from lockstep.commands import main
 statuses = [main(words) for words in json.loads(sys.argv[1])]
 print("=", *statuses)
 """
