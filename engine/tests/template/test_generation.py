@@ -62,18 +62,6 @@ def littered(template, tmp_path, git):
     return copy
 
 
-def as_zip(template: Path, path: Path) -> Path:
-    """Zip the template as forges do, in one folder; writing by name drops executable bits."""
-    files = [file for file in sorted(template.rglob("*")) if file.is_file()]
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("lockstep-gpt-main/", "")
-        for file in files:
-            name = file.relative_to(template).as_posix()
-            if not name.startswith(".git/"):
-                archive.writestr(f"lockstep-gpt-main/{name}", file.read_bytes())
-    return path
-
-
 def test_the_screen_shows_the_result_and_the_next_commands(generate, tmp_path, tree):
     done = generate(tmp_path)
     own = [name for name in tree(tmp_path / "my-gpt") if not name.startswith("engine/")]
@@ -83,9 +71,8 @@ def test_the_screen_shows_the_result_and_the_next_commands(generate, tmp_path, t
 
 @pytest.mark.slow
 def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
-    generate, baked, template, tmp_path, tree, git
+    generate, baked, template, zipped, tmp_path, tree, git
 ):
-    zipped = as_zip(template, tmp_path / "main.zip")
     expected = tree(baked())
     recorded = json.loads(expected.pop(".template.json")[1])
     commit = git(template, "rev-parse", "HEAD").strip()
@@ -103,10 +90,10 @@ def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
 
 
 def test_a_zip_without_a_folder_is_rejected_but_works_unpacked(
-    generate, baked, template, tmp_path, tree
+    generate, baked, zipped, tmp_path, tree
 ):
     flat, unpacked = tmp_path / "flat.zip", tmp_path / "unpacked"
-    with zipfile.ZipFile(as_zip(template, tmp_path / "main.zip")) as forge:
+    with zipfile.ZipFile(zipped) as forge:
         names = [name for name in forge.namelist() if not name.endswith("/")]
         with zipfile.ZipFile(flat, "w") as archive:
             for name in names:
