@@ -17,10 +17,10 @@ import yaml
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
-from lockstep_gpt.programs import train_program
 from omegaconf import DictConfig
 
 from lockstep.launch import composed as composing
+from lockstep.launch.main import training
 
 MOST = 100  # remembered results; more would take time in each garbage collection
 
@@ -101,7 +101,7 @@ def composed() -> Callable[..., DictConfig]:
 
     def compose_words(*words: str) -> DictConfig:
         made: list[DictConfig] = []
-        composing.call(train_program().source, composing.for_hydra([*words]), made.append)
+        composing.call(training().source, composing.for_hydra([*words]), made.append)
         return made[0]
 
     return compose_words

@@ -36,7 +36,7 @@ READ_ON_IMPORT = (
 )
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
 PACKAGE = "lockstep_gpt"
-FACE = "lockstep"  # whose names are the package's
+ENGINE = "lockstep"  # the engine
 PRELOADED = (
     "accelerate.commands.launch",
     "datasets",
@@ -412,7 +412,7 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     os.environ.clear()
     os.environ.update(job["environment"])
     os.getppid = _parent_of(job)
-    if processes := sys.modules.get(f"{PACKAGE}.processes"):  # the kernel would watch the server
+    if processes := sys.modules.get(f"{ENGINE}.processes"):  # the kernel would watch the server
         vars(processes)["_let_kernel_watch"] = processes._let_thread_watch
     sys.executable = program
     multiprocessing.spawn.set_executable(program)
@@ -433,8 +433,8 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
             stream.reconfigure(write_through=True)
     theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
-    if any(Path(path, name).is_dir() for path in theirs for name in (PACKAGE, FACE)):  # others
-        for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, FACE)]:
+    if any(Path(path, name).is_dir() for path in theirs for name in (PACKAGE, ENGINE)):  # others
+        for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, ENGINE)]:
             del sys.modules[name]
     importlib.invalidate_caches()
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import lightning
 import lockstep_gpt
@@ -28,6 +29,7 @@ from lockstep_gpt.module import GPTModule
 from lockstep_gpt.optim import adamw, muon
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import configs as lockstep_configs
 from lockstep.batch import Batch
 from lockstep.callbacks.clipping import ClipAndSkip
 from lockstep.callbacks.seeds import MicroBatchSeeds
@@ -282,8 +284,10 @@ def read_offline():
 
 
 def _file(group, choice):
-    """Return the values in a YAML file."""
-    file = lockstep_gpt.CONFIGS / f"{group}/{choice}.yaml"
+    """Return the values in a YAML file of the project, or else of the engine."""
+    name = f"{group}/{choice}.yaml"
+    places = (lockstep_gpt.CONFIGS, Path(lockstep_configs.__file__).parent)
+    file = next(place / name for place in places if (place / name).is_file())
     return OmegaConf.to_container(OmegaConf.load(file))
 
 
