@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from lightning import LightningDataModule, LightningModule
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.checkpoints.weights import set_weights, weights_for
@@ -14,19 +15,16 @@ from lockstep.errors import UserError
 from lockstep.run.directory import settled
 from lockstep.settings import as_typed
 from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_choice import encode_alike, saved_tokenizer
 from torch import Tensor
 
-import lockstep
 from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.trained_model import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
 # What decides the function that the weights are of, besides their shapes.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "ngram_rows", "longest_ngram")
 POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
-# Two tokenizers that give the same ids for this text differ in the rarest words at most.
-PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
 
 
 def load_initial_weights(
@@ -90,7 +88,7 @@ def weights_of_run(
                     f"{model.block_size}; set model.block_size={context}"
                 )
             saved[name] = saved[name][: model.block_size]
-    if tokenizer is not None and not _encode_alike(tokenizer_of(checkpoint, content), tokenizer):
+    if tokenizer is not None and not encode_alike(saved_tokenizer(checkpoint, content), tokenizer):
         raise UserError(
             f"{where} has another tokenizer than the data; set data and tokenizer as in its config"
         )
@@ -118,12 +116,3 @@ def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: s
                 f"{where} has {name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}; "
                 f"set model.{name}={as_typed(saved_value)}"
             )
-
-
-def _encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
-    """Return whether two tokenizers give the same ids for text; without text, whether equal."""
-    if first.vocab_size != second.vocab_size:
-        return False
-    if first.end_of_text is None or second.end_of_text is None:
-        return first.to_dict() == second.to_dict()
-    return bool(first.encode(PROBE).tolist() == second.encode(PROBE).tolist())

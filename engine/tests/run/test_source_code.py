@@ -1,5 +1,9 @@
 """Code that has changed since a run trained is named: on resume, and when its model is loaded."""
 
+import hashlib
+from pathlib import Path
+
+import lockstep_gpt
 import pytest
 import torch
 from lockstep_gpt.__main__ import main
@@ -11,34 +15,37 @@ from lockstep.run import source_code
 
 
 @pytest.fixture
-def edit(monkeypatch, tmp_path):
-    """A copy of the package's folders that compute; a function that changes a file in it."""
-    package = tmp_path / "package"
-    for name in ("model/functional.py", "gpt.py", "training/muon.py"):
-        file = package / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("first = 1\n")
-    monkeypatch.setattr(source_code, "PACKAGE", package)
+def edit(monkeypatch):
+    """Return a function that makes a file look changed; None: gone."""
+    changed = {}
+    real = source_code.hash_of
+    monkeypatch.setattr(
+        source_code, "hash_of", lambda name: changed[name] if name in changed else real(name)
+    )
 
-    def change(name):
-        (package / name).write_text("second = 2\n")
-        source_code.file_hashes.cache_clear()
+    def change(name, digest="0"):
+        assert name in source_code.file_hashes()
+        changed[name] = digest
 
-    source_code.file_hashes.cache_clear()
-    yield change
-    source_code.file_hashes.cache_clear()
+    return change
+
+
+def test_files_of_the_project_and_of_the_engine_compute():
+    now = source_code.file_hashes()
+    assert {"gpt.py", "module.py", "data.py", "optim.py"} <= now.keys()
+    assert {"lockstep/functional.py", "lockstep/muon/optimizer.py"} <= now.keys()
+    file = Path(lockstep_gpt.__file__).with_name("gpt.py")
+    assert now["gpt.py"] == hashlib.sha256(file.read_bytes()).hexdigest()[:8]
 
 
 def test_changed_and_removed_files_are_named_new_ones_are_not_and_many_are_counted():
     now = source_code.file_hashes()
     assert source_code.changes_since(now) is None
     assert source_code.changes_since(None) is None  # of an earlier version
-    before = {**now, "gpt.py": "0", "model/removed.py": "1"}
-    del before["training/muon.py"]
-    assert source_code.changes_since(before) == "gpt.py, model/removed.py"
-    assert source_code.changes_since({**before, "training/a.py": ""}, ["training/"]) == (
-        "training/a.py"
-    )
+    before = {**now, "gpt.py": "0", "lockstep/model/removed.py": "1"}
+    del before["lockstep/muon/optimizer.py"]
+    assert source_code.changes_since(before) == "gpt.py, lockstep/model/removed.py"
+    assert source_code.changes_since(before, ["gpt.py"]) == "gpt.py"
     others = dict.fromkeys(now, "another")
     assert source_code.changes_since(others) == (
         f"{', '.join(sorted(now)[:3])} and {len(now) - 3} more"
@@ -55,10 +62,11 @@ def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, 
 
     assert train(2) == []
     assert train(4) == []
-    edit("training/muon.py")
+    edit("lockstep/muon/optimizer.py")
     (line,) = train(6)
     assert line == (
-        "changed since the run last started: training/muon.py; from step 4 on, the new code trains"
+        "changed since the run last started: lockstep/muon/optimizer.py; from step 4 on, the new "
+        "code trains"
     )
     assert train(8) == []
     content = torch.load(checkpoint_path(tmp_path, 8), weights_only=True)
@@ -66,16 +74,14 @@ def test_a_resume_names_the_code_that_has_changed_once(edit, new_run, tmp_path, 
 
 
 @pytest.mark.slow
-def test_commands_that_load_a_model_name_changes_of_its_code(finished, monkeypatch, caplog):
+def test_commands_that_load_a_model_name_changes_of_its_code(finished, edit, monkeypatch, caplog):
     command, _ = finished
     run = command.folder / "runs/first"
     assert main(["evaluate", str(run)]) == 0
-    hashes = source_code.file_hashes()
-    now = {**hashes, "training/muon.py": "0"}
-    monkeypatch.setattr(source_code, "file_hashes", lambda: now)
+    edit("lockstep/muon/optimizer.py")
     assert main(["evaluate", str(run)]) == 0
     assert "changed" not in caplog.text
-    now = {**hashes, "gpt.py": "0"}
+    edit("gpt.py")
     assert main(["evaluate", str(run)]) == 0
     changed = f"changed since {find_checkpoint(run)} was trained: gpt.py"
     assert caplog.text.count(changed) == 1

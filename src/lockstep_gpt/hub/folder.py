@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.command_line import parser_of_run
 from lockstep.errors import UserError
 from lockstep.optional import import_optional
 from lockstep.tokens.tokenizer import Tokenizer
 
 from lockstep_gpt.hub.exported_tokenizer import as_files
-from lockstep_gpt.trained_model import load_model, parser_of
+from lockstep_gpt.trained_model import load_model
 
 
 def main(arguments: list[str]) -> int:
     """Write the folder, and print where it is and how to load it."""
     about = "Write a trained model as a folder that Hugging Face's transformers loads."
-    parser = parser_of("export", about)
+    parser = parser_of_run("export", about)
     to = "the folder (default: export in the run directory)"
     parser.add_argument("--to", type=Path, help=to)
     parser.add_argument("--force", action="store_true", help="replace an earlier export")

@@ -12,6 +12,7 @@ from lockstep.errors import UserError
 from lockstep.optional import import_optional
 from lockstep.settings import as_typed
 from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_choice import WORDS
 from lockstep.tokens.tokenizer_files import ON_HUB, SIZES
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from lockstep_gpt.hub.layouts import (
     import_weights,
     layout_of,
 )
-from lockstep_gpt.initial_weights import POSITIONS, PROBE
+from lockstep_gpt.initial_weights import POSITIONS
 from lockstep_gpt.language_model import LanguageModel
 
 WEIGHTS = "model.safetensors"
@@ -117,7 +118,7 @@ def _check_tokenizer(
     if tokenizer.end_of_text is None:
         return  # the tokens never were text
     ids = _ids_of_probe(folder, source)
-    if ids is not None and ids != tokenizer.encode(PROBE).tolist():
+    if ids is not None and ids != tokenizer.encode(WORDS).tolist():
         raise UserError(f"{source} tokenizes text differently than the data; {remedy}")
 
 
@@ -134,7 +135,7 @@ def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
             tokenizer = lib.Tokenizer.from_file(str(single))
         else:
             tokenizer = lib.ByteLevelBPETokenizer.from_file(*map(str, pair))
-        return list(tokenizer.encode(PROBE, add_special_tokens=False).ids)
+        return list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
     except Exception as error:  # the library doesn't have its own error class
         raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error
 
