@@ -20,7 +20,7 @@ PROJECT = begin(
         commands={
             "evaluate": Command("lockstep_gpt.evaluate:main", "measure on held-out data", False),
             "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
-            "export": Command("lockstep_gpt.hub.folder:main", "export for transformers", False),
+            "export": Command("lockstep_gpt.export:main", "export for transformers", False),
         },
     )
 )
