@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lockstep.commands import main
+
 from lockstep_gpt import CONFIGS
-from lockstep_gpt.__main__ import main
 
 SMALL = ["trainer=cpu", "logger=none", "run_dir=run"]
 

@@ -50,7 +50,7 @@ ON_TWO_RANKS = (
     "train experiment=smoke trainer=cpu trainer.devices=2 strategy=ddp "
     "strategy.process_group_backend=gloo"
 )
-COMMAND = "lockstep_gpt.__main__:main"
+COMMAND = "lockstep.commands:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
@@ -119,7 +119,7 @@ class Command:
         """
         module, _, function = target.partition(":")
         lines = (
-            f"import sys, {module} as module",
+            f"import sys, lockstep_gpt, {module} as module",
             f"sys.executable = {self.python or sys.executable!r}",  # for its own processes
             f"sys.exit(module.{function}(sys.argv[1:]))",
         )
@@ -233,7 +233,7 @@ class Started:
 
 def _main(arguments: Sequence[str]) -> int:
     """Run the command in this process; return the exit status that it would have had."""
-    from lockstep_gpt import __main__ as cli
+    from lockstep import commands as cli
 
     try:
         return cli.main(arguments)

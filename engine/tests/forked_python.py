@@ -36,14 +36,14 @@ READ_ON_IMPORT = (
 )
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
 PACKAGE = "lockstep_gpt"
-ENGINE = "lockstep"  # the engine
+ENGINE = "lockstep"
 PRELOADED = (
     "accelerate.commands.launch",
     "datasets",
     "hypothesis",
     "kubeflow_trainer_api.models",
     "kubernetes.config",
-    "lockstep_gpt.__main__",
+    "lockstep.commands",
     "lockstep.launch.agent",
     "lockstep.launch.agent_program",
     "lockstep.launch.composed",
@@ -298,7 +298,8 @@ def _load(modules: Sequence[str]) -> None:
 def _compose_once() -> None:
     """Compose quickly, as tests in their own process do, and what most commands compose once."""
     import composition  # from this file's folder
-    from lockstep_gpt import __main__ as cli
+
+    from lockstep import commands as cli
 
     stack = contextlib.ExitStack()
     stack.enter_context(composition.quick())

@@ -29,7 +29,7 @@ from lockstep_gpt.module import GPTModule
 from lockstep_gpt.optim import adamw, muon
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import configs as lockstep_configs
+from lockstep import configs
 from lockstep.batch import Batch
 from lockstep.callbacks.clipping import ClipAndSkip
 from lockstep.callbacks.seeds import MicroBatchSeeds
@@ -284,10 +284,9 @@ def read_offline():
 
 
 def _file(group, choice):
-    """Return the values in a YAML file of the project, or else of the engine."""
-    name = f"{group}/{choice}.yaml"
-    places = (lockstep_gpt.CONFIGS, Path(lockstep_configs.__file__).parent)
-    file = next(place / name for place in places if (place / name).is_file())
+    """Return the values in a YAML file."""
+    folders = (lockstep_gpt.CONFIGS, Path(configs.__file__).parent)
+    file = next(each for folder in folders if (each := folder / f"{group}/{choice}.yaml").is_file())
     return OmegaConf.to_container(OmegaConf.load(file))
 
 

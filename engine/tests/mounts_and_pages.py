@@ -20,7 +20,7 @@ from lockstep.tokens.sources.source import Source
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """
 import ctypes, os, subprocess
-from lockstep_gpt import __main__ as cli
+from lockstep import commands as cli
 def main(words):
     if ctypes.CDLL(None, use_errno=True).unshare(0x20000):  # CLONE_NEWNS
         raise OSError(ctypes.get_errno(), "unshare")

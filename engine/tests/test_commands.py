@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from lockstep_gpt import CONFIGS, PROJECT
-from lockstep_gpt import __main__ as cli
 
 import lockstep
+from lockstep import commands as cli
 from lockstep.commands import OURS, table
 from lockstep.errors import UserError
 from lockstep.project import Command
@@ -44,7 +44,7 @@ GROUPS = {
 # Run each command in a separate folder, as a fork of a process with all of their imports.
 FORKS = """
 import json, os, runpy, sys
-import lockstep_gpt.__main__, lockstep.launch.composed
+import lockstep_gpt, lockstep.commands, lockstep.launch.composed
 statuses = []
 for folder, arguments in json.loads(sys.argv[1]):
     if pid := os.fork():

@@ -6,7 +6,8 @@ import signal
 import sys
 
 import pytest
-from lockstep_gpt import __main__ as cli
+
+from lockstep import commands as cli
 
 RUN = ("-m", "lockstep_gpt")
 # Starts a Python that ignores signals, as under `nohup`, and has no standard streams.

@@ -13,7 +13,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
-from lockstep_gpt import __main__ as cli
+
+from lockstep import commands as cli
 
 LIBRARIES = ("", "lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
 ENDS = """

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from lockstep_gpt.programs import train_program
 from lockstep_gpt.train import build
 from omegaconf import OmegaConf
 
@@ -12,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.launch import composed as composing
 from lockstep.launch import hydra_job, targets
 from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.launch.main import training
 
 WRONG = {
     "seed=-1": "must be at least 0",
@@ -71,7 +71,7 @@ def refusal(composed, command, tmp_path):
             values = hydra_job.values_to_freeze(cfg)
             targets.refuse_mistakes(values, {"*": ("*",)})
             values["trainer"] |= {"accelerator": "cpu", "devices": 1}
-            composing.refuse_other_kinds(train_program().source, words, values)
+            composing.refuse_other_kinds(training().source, words, values)
             module, _, _ = build(OmegaConf.create(values), lockstep.Run.alone(tmp_path / "run"))
             module.configure_optimizers()
 

@@ -149,7 +149,7 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_
 
 PREPARES = """
 import sys, time
-from lockstep_gpt import __main__ as cli
+from lockstep import commands as cli
 from lockstep.launch import devices
 def hang(*_):
     open("prepares", "w").close()
@@ -228,7 +228,7 @@ def test_ranks_of_a_stopped_command_go_on_and_it_tells_how_they_ended(
 STARTS = """
 import sys
 sys.executable = sys.argv[1]
-from lockstep_gpt import __main__ as cli
+from lockstep import commands as cli
 sys.exit(cli.main(sys.argv[2:]))
 """
 # A process in a group of its own presses Ctrl-Z, and its parent continues it after 7 s.

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import torch
+from lockstep import commands as cli
 from lockstep.checkpoints.reading import (
     checkpoints_in,
     read_checkpoint,
@@ -35,8 +36,6 @@ from lockstep.evidence.flips import flip
 from lockstep.evidence.replay import NAMES, replay
 from lockstep.evidence.verify import recorded_of, steps_of
 from lockstep.run.directory import RunDirectory
-
-from lockstep_gpt import __main__ as cli
 
 STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")

@@ -23,6 +23,7 @@ from lockstep.batch import Batch
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch.flags import each_job
+from lockstep.launch.main import training
 from lockstep.loading.order import spread
 from lockstep.processes import end_process
 from lockstep.schedule import Schedule, scaled_lr
@@ -38,7 +39,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.programs import train_program
 
 # Make the command's runs comparable with the rungs: log each step, validate once at the end.
 # 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.
@@ -196,7 +196,7 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
     Raises:
         UserError: a setting is wrong, or asks for something that the rungs do not support.
     """
-    (config,) = each_job(train_program(), [*SETTINGS, *words], lambda config: config)
+    (config,) = each_job(training(), [*SETTINGS, *words], lambda config: config)
     if config.precision not in DTYPES:
         raise UserError(f"precision={config.precision} is not one of {', '.join(DTYPES)}")
     accelerator = config.trainer.accelerator

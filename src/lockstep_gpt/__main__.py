@@ -1,6 +1,5 @@
 """The `lockstep-gpt` command, also `python -m lockstep_gpt`."""
 
-from lockstep.commands import main as main
 from lockstep.commands import run
 
 if __name__ == "__main__":

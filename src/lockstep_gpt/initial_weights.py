@@ -44,7 +44,7 @@ def load_initial_weights(
     else:
         from lockstep.hub.reading import weights_of_folder  # late: few runs need it
 
-        from lockstep_gpt.export import layout_of
+        from lockstep_gpt.layouts import layout_of
 
         layout = layout_of(model, where)
         weights, saved = weights_of_folder(path, model, tokenizer, layout, where)

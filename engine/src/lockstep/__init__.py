@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         choose_matrix_products as choose_matrix_products,
     )
     from lockstep.strategies.placing import place as place
+    from lockstep.versions import NUMERICS as NUMERICS
 
 # For GNU OpenMP, which reads it when torch is imported: a thread that waits for others leaves its
 # core to other programs sooner. With its own value, 300,000, steps on a busy machine take many
@@ -67,6 +68,7 @@ _MODULES = {
     "lockstep.callbacks.counted_targets": ("CountTargets",),
     "lockstep.callbacks.seeds": ("MicroBatchSeeds",),
     "lockstep.callbacks.step_rate": ("StepRate",),
+    "lockstep.versions": ("NUMERICS",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*sorted(_PLACES)]

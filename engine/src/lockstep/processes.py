@@ -99,15 +99,6 @@ def tool(name: str) -> str:
     return str(path)
 
 
-def refuse_as_program(file: str) -> NoReturn:
-    """Exit with status 2: somebody ran a `file` of the package by its path."""
-    command = invocation()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        command = f"torchrun ... -m {__package__}"
-    print_error(f"{file} is not a program; run: {command} train")
-    sys.exit(Exit.MISTAKE)
-
-
 def print_error(line: str) -> None:
     """Print the line of a failed command, also for torchrun, if it has started this process.
 

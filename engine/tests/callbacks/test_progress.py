@@ -27,7 +27,7 @@ def fit(run, progress):
 
 @pytest.fixture
 def run(new_run, caplog):
-    caplog.set_level(logging.INFO, "lockstep_gpt")
+    caplog.set_level(logging.INFO, "lockstep")
     return new_run(max_steps=7, val_every=3, log_every=2)
 
 
@@ -37,7 +37,7 @@ def steps(pattern, messages):
 
 
 def our_messages(caplog):
-    package = "lockstep_gpt"
+    package = "lockstep"
     return [record.message for record in caplog.records if record.name.startswith(package)]
 
 
@@ -65,7 +65,7 @@ class Plain(BoringModel):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set")
 def test_a_plain_trainer_shows_steps_of_its_epochs_or_without_an_end(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "lockstep_gpt")
+    caplog.set_level(logging.INFO, "lockstep")
     common = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     common |= {"default_root_dir": tmp_path, "enable_progress_bar": False}
     for arguments in ({"max_epochs": 2, "limit_train_batches": 4}, {"max_steps": 2}):
@@ -114,7 +114,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(run, caplog, monkeypatch):
 
 
 def test_quiet_shows_no_bar(run, caplog, monkeypatch):
-    caplog.set_level(logging.WARNING, "lockstep_gpt")
+    caplog.set_level(logging.WARNING, "lockstep")
     with terminal(monkeypatch) as read:
         fit(run, Progress())
         assert read() == ""

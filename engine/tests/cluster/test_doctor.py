@@ -6,8 +6,8 @@ import socket
 import subprocess
 
 import pytest
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
 from lockstep.cluster.hardware import Hardware
 from lockstep.errors import UserError
 
@@ -133,7 +133,7 @@ def test_unequal_versions_world_sizes_and_one_device_for_two_are_named(command):
 
 OTHERWISE = """
 import os, sys, time
-from lockstep_gpt.__main__ import main
+from lockstep.commands import main
 elsewhere = sys.argv.pop(1)
 if os.environ["RANK"] == "1":
     os.chdir(elsewhere)

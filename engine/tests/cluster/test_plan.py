@@ -5,8 +5,8 @@ import time
 
 import pytest
 from lockstep_gpt import CONFIGS, PROJECT
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
 from lockstep.cluster.hardware import HARDWARE
 from lockstep.cluster.plan import OF_GPT2, WORLD_SIZES
 from lockstep.cluster.prediction import predict
@@ -102,7 +102,7 @@ def test_flags_change_the_hardware(screen):
         "model.n_embd=33",
         "precision=bf16-mixed --hardware t4",
         "batch.global_size=-1",
-        "module._target_=lightning.LightningModule",
+        "~optim",
         "data=text tokenizer=bpe",
     ],
 )
@@ -348,7 +348,10 @@ def test_a_model_of_one_s_own_is_planned_with_its_own_arguments(screen, own_mode
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ("stack", "model._target_=own_models.Stack is not a LanguageModel"),
+        (
+            "stack",
+            "model._target_=own_models.Stack has no block_size, so its parts cannot be counted",
+        ),
         ("fixed", "plan varies model.n_layer, which own_models.Fixed lacks"),
     ],
 )

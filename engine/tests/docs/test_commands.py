@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from lockstep_gpt import PROJECT, extras
-from lockstep_gpt import __main__ as cli
 from omegaconf import OmegaConf
 
 import lockstep
+from lockstep import commands as cli
 from lockstep.commands import table
 
 ROOT = Path(__file__).parents[3]

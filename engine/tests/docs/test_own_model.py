@@ -106,7 +106,7 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
 # Runs commands one after another in one process, which imports the copy; prints their output.
 TELL = """
 import json, sys
-from lockstep_gpt import __main__ as cli
+from lockstep import commands as cli
 from lockstep.commands import table
 for words in json.loads(sys.argv[1]):
     assert cli.main(words) == 0, words

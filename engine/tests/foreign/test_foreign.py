@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lockstep_gpt import PROJECT
 
 from lockstep.run.directory import RunDirectory
 from lockstep.testing import assert_lockstep
@@ -12,7 +13,7 @@ from lockstep.testing.results import differences, results_of
 
 slow = pytest.mark.slow
 HERE = Path(__file__).parent
-PACKAGE = assert_lockstep.__module__.partition(".")[0]
+PACKAGE = PROJECT.package
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node={ranks}", "--max-restarts=1"]
 # An epoch has 5 steps of 24 samples.
 SHORT = ["max_steps=12", "val_every=5", "batch.global_size=24", "callbacks=[]", "logger=none"]

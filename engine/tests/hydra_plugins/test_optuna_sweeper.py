@@ -4,10 +4,10 @@ import math
 import sys
 
 import pytest
-from lockstep_gpt.programs import train_program
 
 from lockstep.errors import UserError
 from lockstep.launch import composed
+from lockstep.launch.main import training
 
 SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]
 
@@ -18,7 +18,7 @@ def _in_a_new_folder(tmp_path, monkeypatch):
 
 
 def compose(words, job):
-    composed.call(train_program().source, composed.for_hydra(words), job)
+    composed.call(training().source, composed.for_hydra(words), job)
 
 
 def search(*space, job, trials=10):

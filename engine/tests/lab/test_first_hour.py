@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lockstep_gpt import __main__ as cli
 from packaging.requirements import Requirement
 
 import lockstep
+from lockstep import commands as cli
 
 FOLDER = Path(__file__).parents[3] / "lab/first_hour"
 LIST = """

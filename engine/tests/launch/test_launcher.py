@@ -15,7 +15,7 @@ from lockstep.launch.start import NewRun
 
 SKEWED = """
 import os, time
-from lockstep_gpt import __main__ as cli
+from lockstep import commands as cli
 def main(words):
     time.sleep(float(os.environ["RANK"]))
     return cli.main(words)

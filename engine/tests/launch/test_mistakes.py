@@ -7,8 +7,9 @@ from pathlib import Path
 import lockstep_gpt
 import pytest
 from lockstep_gpt import CONFIGS, PROJECT
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
+from lockstep import configs
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import start
@@ -16,8 +17,9 @@ from lockstep.launch import start
 PROGRAM = PROJECT.program
 
 PACKAGE = Path(lockstep_gpt.__file__).parent
+FOLDERS = (CONFIGS, Path(configs.__file__).parent)
 MODELS, STRATEGIES, LOGGERS, CALLBACKS, EXPERIMENTS = (
-    ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+    ", ".join(sorted(path.stem for folder in FOLDERS for path in (folder / group).glob("*.yaml")))
     for group in ("model", "strategy", "logger", "callbacks", "experiment")
 )
 SAMPLE = "callbacks.sample._target_"

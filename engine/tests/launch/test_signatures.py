@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import callbacks, loggers, profilers, strategies
 from torch.optim import lr_scheduler
 
+from lockstep import configs
 from lockstep.launch.signatures import Values, signature_of
 
 pytest.importorskip("transformers")  # some projects lack it
@@ -36,7 +37,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 OURS = sorted(
     {
         target
-        for path in CONFIGS.rglob("*.yaml")
+        for folder in (CONFIGS, Path(configs.__file__).parent)
+        for path in folder.rglob("*.yaml")
         for target in re.findall(r"^ *_target_: (lockstep\S+)", path.read_text(), re.MULTILINE)
     }
 )

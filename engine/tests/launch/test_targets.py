@@ -9,8 +9,8 @@ import lightning
 import pytest
 from lightning.pytorch import callbacks, loggers, strategies
 from lockstep_gpt import CONFIGS, PROJECT
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
 from lockstep.errors import UserError
 from lockstep.launch.targets import REFUSED, refuse_mistakes
 

@@ -3,8 +3,8 @@ import re
 import shutil
 
 import pytest
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
 from lockstep.pages.panel import panel_page, render
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)

@@ -7,8 +7,8 @@ from html import unescape
 
 import pytest
 import yaml
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
 from lockstep.optional import install_command
 from lockstep.pages.run_report import outcome, report
 from lockstep.pages.runs import read_run

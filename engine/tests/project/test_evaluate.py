@@ -4,10 +4,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt.evaluate import main, of_split
 from lockstep_gpt.trained_model import load_model
 
+from lockstep import commands as cli
 from lockstep.checkpoints.reading import (
     find_checkpoint,
     read_checkpoint,

@@ -1,7 +1,7 @@
 import pytest
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt.generate import main
 
+from lockstep import commands as cli
 from lockstep.errors import UserError
 from lockstep.tokens.tokenizer import ByteTokenizer
 

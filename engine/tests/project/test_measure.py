@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt.trained_model import load_model
 
+from lockstep import commands as cli
 from lockstep.checkpoints.reading import find_checkpoint
 from lockstep.errors import UserError
 from lockstep.evaluation.measure import of_text

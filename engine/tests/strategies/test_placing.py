@@ -2,14 +2,15 @@
 
 import inspect
 from datetime import timedelta
+from pathlib import Path
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lockstep_gpt import CONFIGS
 from omegaconf import OmegaConf
 
+from lockstep import configs
 from lockstep.batch import Batch
 from lockstep.errors import UserError
 from lockstep.strategies import placing as strategies
@@ -18,6 +19,7 @@ from lockstep.strategies.placing import auto, ddp, fsdp2
 
 EXACT = Batch(global_size=8, exact_micro_size=2, exact_threads=3)
 ONE_MORE = {"gradient_as_bucket_view": "yes", "find_unused_parameters": 1, "static_graph": None}
+CONFIGS = Path(configs.__file__).parent
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ LAYERS = [
 ]
 # The core runs an extra's command, and imports an extra when a setting needs it.
 MAY_LOOK_UP = {
-    "lockstep_gpt.__main__",
+    "lockstep.commands",
     "lockstep_gpt.trained_model",
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

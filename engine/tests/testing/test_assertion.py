@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from lockstep_gpt import PROJECT
 
 from lockstep.errors import UserError
 from lockstep.testing import assert_lockstep, experiment
 from lockstep.testing.assertion import completed
 from lockstep.testing.experiment import command_of, joined
 
-PACKAGE = assert_lockstep.__module__.partition(".")[0]
+PACKAGE = PROJECT.package
 EXACT = "batch.exact_micro_size=2"
 
 

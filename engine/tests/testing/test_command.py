@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from lockstep_gpt import __main__ as cli
 
+from lockstep import commands as cli
 from lockstep.testing import command as check_command
 
 SHORT = ["val_tokens=512", "callbacks=[]", "model.n_layer=1"]
@@ -81,4 +81,4 @@ def test_a_wrong_flag_is_rejected_first(words, message, capsys):
 def test_help_shows_the_flags(capsys):
     with pytest.raises(SystemExit):
         cli.main(["check", "--help"])
-    assert capsys.readouterr().out.strip() == check_command.HELP
+    assert capsys.readouterr().out.strip() == check_command.HELP.replace("PROGRAM", "lockstep-gpt")

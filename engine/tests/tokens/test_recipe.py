@@ -8,15 +8,16 @@ from pathlib import Path
 import fsspec  # noqa: F401 (it reads `sys.version` when it is imported)
 import pytest
 from hydra.utils import get_class
-from lockstep_gpt import CONFIGS
 from omegaconf import OmegaConf
 
+from lockstep import configs
 from lockstep.errors import UserError
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.recipe import FORMER, _digest, recipe_of
 from lockstep.tokens.shards import INDEX, load_index
 from lockstep.tokens.sources.text import Text
 
+CONFIGS = Path(configs.__file__).parent
 FILES = {
     "a.txt": "some text\n",
     "b/c.txt": "more",

@@ -208,7 +208,7 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
         ("someone/some-model", "run: hf download someone/some-model tokenizer.json --local-dir"),
         (
             "collections.OrderedDict",
-            "is outside of this package; name a class as lockstep_gpt.",
+            "is outside of lockstep_gpt; name a class as lockstep_gpt.",
         ),
         ("lockstep_gpt.nothing.Here", "cannot be imported (No module"),
         ("lockstep.tokens.tokenizer.Nothing", "cannot be imported (module"),
@@ -419,7 +419,7 @@ def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(toke
         (
             "def encode(",
             "def encoded(",
-            "lacks encode; define what OwnTokenizer in lockstep_gpt/",
+            "lacks encode; define what lockstep.tokens.tokenizer.OwnTokenizer",
         ),
         ("def decode(", "def decoded(", "lacks decode; define"),
         ("len(self.characters) + 1", "0", "has vocab_size=0; set it to its number of ids"),

@@ -8,22 +8,34 @@ from typing import Any
 import torch
 from lightning import Callback
 
+from lockstep.errors import UserError
 from lockstep.ranks.ranks import from_each_rank
 from lockstep.run.source_code import changes_since, file_hashes
-from lockstep.versions import VERSION
+from lockstep.versions import NUMERICS, VERSION
 
 logger = logging.getLogger(__name__)
 
 
 class Arithmetic(Callback):
-    """Keeps, in each checkpoint, what computed the run from each step at which that changed."""
+    """Keeps, in each checkpoint, what computed the run from each step at which that changed.
 
-    def __init__(self) -> None:
+    Args:
+        force: whether a run may go on under another `lockstep.NUMERICS`, with other bits.
+    """
+
+    def __init__(self, force: bool = False) -> None:
+        self.force = force
         self.history: dict[int, dict[str, Any]] = {}  # completed steps at a start -> facts
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Restore what computed earlier parts of the run."""
+        """Restore what computed earlier parts of the run.
+
+        Raises:
+            UserError: it was an engine with other numerics.
+        """
         self.history = dict(checkpoint.get("arithmetic", {}))
+        if self.history and not self.force:
+            refuse_other_numerics([*self.history.values()][-1])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Add an entry, unless nothing has changed; say which of our files have."""
@@ -44,12 +56,24 @@ class Arithmetic(Callback):
         checkpoint["arithmetic"] = self.history
 
 
+def refuse_other_numerics(facts: dict[str, Any]) -> None:
+    """Raise a `UserError` if an engine with other numerics computed the state with these facts."""
+    numerics = facts.get("numerics")
+    if numerics != NUMERICS:
+        raise UserError(
+            f"the state was computed by lockstep {facts.get('version')} with numerics {numerics}, "
+            f"and lockstep {VERSION} has numerics {NUMERICS}, so the run would go on with other "
+            "bits; install that version, or set resume_force=true"
+        )
+
+
 def facts_of(device: torch.device, trainer: Any) -> dict[str, Any]:
     """Return what computes on all ranks; every rank must call this."""
     return {
         "processor": "; ".join(sorted({*from_each_rank(processor_of(device))})),
         "torch": str(torch.__version__),  # a plain type, to be saved
         "version": VERSION,
+        "numerics": NUMERICS,
         "code": file_hashes(),
         "threads": torch.get_num_threads(),
         "ranks": trainer.world_size,

@@ -33,7 +33,7 @@ def logits_of(tokens: Tensor, config: dict[str, Any], weights: Mapping[str, Tens
     if config["activation_function"] not in ACTIVATIONS:
         raise UserError(
             f"activation_function={config['activation_function']} is not one of "
-            f"{', '.join(ACTIVATIONS)}; add it to lockstep.hub.gpt2.ACTIVATIONS in export.py"
+            f"{', '.join(ACTIVATIONS)}; add it to lockstep.hub.gpt2.ACTIVATIONS in layouts.py"
         )
     activation = ACTIVATIONS[config["activation_function"]]
 

@@ -123,7 +123,7 @@ class Run:
         self.timeout = timeout
         self.metrics_csv = MetricsFile(self.directory.metrics, [STEP])
         self.hashes = WeightHashes()
-        self.arithmetic = Arithmetic()
+        self.arithmetic = Arithmetic(force)
         self.resumed: VerifiedCheckpoint | KeptState | None = None  # what the run continues from
         self.trainer: Trainer | None = None  # that trains, once it is known
         self.facts: dict[str, Any] = {}  # derived values, for `summary.json`

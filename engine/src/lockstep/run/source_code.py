@@ -1,104 +1,86 @@
-"""Which files compute a run, the project's and the engine's, and which of them have changed."""
+"""Which files compute a run, and which of them have changed since.
+
+These are the project's files that a rank has imported, and the engine's that change weights.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep import project
 from lockstep.run.directory import some_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
 logger = logging.getLogger(__name__)
 
 ENGINE = Path(__file__).resolve().parents[1]
-# Folders and files of the engine that compute a step.
-COMPUTING = ("batch.py", "callbacks/clipping.py", "functional.py", "muon/", "schedule.py")
-PREFIX = "lockstep/"  # of the engine's files, in front of their paths
-FUNCTIONS = f"{PREFIX}functional.py"  # of the engine, that models call
+# The engine's folders and files that compute updates.
+COMPUTING = (
+    "callbacks/clipping.py",
+    "callbacks/counted_targets.py",
+    "callbacks/seeds.py",
+    "callbacks/step_rate.py",
+    "functional.py",
+    "muon/",
+)
 
 
+@cache
 def file_hashes() -> dict[str, str]:
-    """Return 8 hex digits for the content of each file that computes a step, by its path.
+    """Return 8 hex digits for the content of each file that computes a step, by its name.
 
-    Of the project, these are the modules that this process has imported.
+    A name begins with the package, as in `my_gpt/gpt.py`; outside of a project, it is a path.
     """
     paths = [ENGINE / name for name in COMPUTING]
     files = [file for path in paths for file in [path, *path.rglob("*.py")] if file.is_file()]
-    names = sorted(filter(None, map(_name_of, {*files, *_imported()})))
-    return {name: digest for name in names if (digest := hash_of(name)) is not None}
-
-
-def _imported() -> Iterator[Path]:
-    """Yield the project's files that this process has imported."""
-    ours = project.found()
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if ours is not None and file and name.partition(".")[0] == ours.package:
-            yield Path(file).resolve()
-
-
-def _folder() -> Path | None:
-    """Return the project's package."""
-    ours = project.found()
-    package = None if ours is None else sys.modules.get(ours.package)
-    file = getattr(package, "__file__", None)
-    return Path(file).resolve().parent if file else None
-
-
-def _name_of(file: Path) -> str | None:
-    """Return the path of a file in the project, or of the engine; None: it is of neither."""
-    folder = _folder()
-    if folder is not None and file.is_relative_to(folder):
-        return file.relative_to(folder).as_posix()
-    if file.is_relative_to(ENGINE):
-        return f"{PREFIX}{file.relative_to(ENGINE).as_posix()}"
-    return None
-
-
-def hash_of(name: str) -> str | None:
-    """Return 8 hex digits of a file by its name in `file_hashes`; None: it is gone."""
-    folder = ENGINE if name.startswith(PREFIX) else _folder()
-    if folder is None:
-        return None
-    try:
-        content = (folder / name.removeprefix(PREFIX)).read_bytes()
-    except OSError:
-        return None
-    return hashlib.sha256(content).hexdigest()[:8]
+    names = [_name_of(file) for file in [*files, *_imported()]]
+    hashes = {name: _hash_of(name) for name in sorted(names)}
+    return {name: digest for name, digest in hashes.items() if digest is not None}
 
 
 def changes_since(
-    before: Mapping[str, str] | None, names: Collection[str] | None = None
+    before: Mapping[str, str] | None, places: Iterable[str] | None = None
 ) -> str | None:
-    """Name the files of a run that are different now or gone.
+    """Name the files of a run in these places that are different now or gone.
 
     A new file can compute nothing for the run unless one of these files changes, too.
 
     Args:
         before: the run's `file_hashes()`; None if an earlier version has kept none.
-        names: those that matter; None: all.
+        places: beginnings of names; None: all.
 
     Returns:
         up to three names, and how many others there are; None if no file differs.
     """
-    changed = [
-        name
-        for name, digest in sorted((before or {}).items())
-        if (names is None or name in names) and hash_of(name) != digest
-    ]
+    if before is None:
+        return None
+    chosen = ("",) if places is None else tuple(places)
+    names = sorted(name for name in before if name.startswith(chosen))
+    changed = [name for name in names if before[name] != _hash_of(name)]
     return some_of(changed) if changed else None
 
 
-def tell_changes(path: Path, content: Mapping[str, Any], model: nn.Module) -> None:
+def files_of(model: Any) -> list[str]:
+    """Return the names of the files that define the layers of a model, without libraries'."""
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    files = [Path(inspect.getfile(each)).resolve() for each in classes if _has_file(each)]
+    return sorted({_name_of(file) for file in files if _is_ours(file)})
+
+
+def _has_file(kind: type) -> bool:
+    """Return whether a class is in a file, not in a library's compiled part."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) is not None
+
+
+def tell_changes(path: Path, content: Mapping[str, Any], model: Any) -> None:
     """Warn if the code of a model has changed since it was trained.
 
     Args:
@@ -108,14 +90,53 @@ def tell_changes(path: Path, content: Mapping[str, Any], model: nn.Module) -> No
     """
     starts = content.get("arithmetic") or {}
     trained_by = starts[max(starts)].get("code") if starts else None
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    files = {Path(sys.modules[kind.__module__].__file__ or "") for kind in kinds if _has_file(kind)}
-    names = {FUNCTIONS, *filter(None, (_name_of(file.resolve()) for file in files))}
-    changed = changes_since(trained_by, names)
+    changed = changes_since(trained_by, files_of(model))
     if changed and os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks
         logger.warning("changed since %s was trained: %s", path, changed)
 
 
-def _has_file(kind: type) -> bool:
-    module = inspect.getmodule(kind)
-    return getattr(module, "__file__", None) is not None
+def _imported() -> list[Path]:
+    """Return the files that this process has imported from the project, or from its folder."""
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    paths = {Path(file).resolve() for file in files if file and file.endswith(".py")}
+    return [path for path in paths if _is_ours(path) and not path.is_relative_to(ENGINE)]
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether this is a file of the project or the engine, not of a library."""
+    if file.is_relative_to(ENGINE):
+        return True
+    ours = project.found()
+    folder = _folder_of(ours.package) if ours is not None else Path.cwd()
+    is_library = "site-packages" in file.parts
+    return folder is not None and file.is_relative_to(folder) and not is_library
+
+
+def _name_of(file: Path) -> str:
+    """Return the name of a file: from its package on, or its path from here."""
+    ours = project.found()
+    packages = ["lockstep"] + ([ours.package] if ours is not None else [])
+    for package in packages:
+        folder = _folder_of(package)
+        if folder is not None and file.is_relative_to(folder):
+            return (Path(package) / file.relative_to(folder)).as_posix()
+    return file.relative_to(Path.cwd()).as_posix()
+
+
+def _hash_of(name: str) -> str | None:
+    """Return the hash of a named file's content now; None if it is gone."""
+    package, _, rest = name.partition("/")
+    folder = _folder_of(package)
+    file = Path(name) if folder is None or not rest else folder / rest
+    if not file.is_file():
+        return None
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+
+
+@cache
+def _folder_of(package: str) -> Path | None:
+    if not package.isidentifier():
+        return None
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return Path(folders[0]).resolve() if folders else None

@@ -1,4 +1,4 @@
-"""A tokenizer of your own: a class in this package, which `tokenizer` names by its path.
+"""A tokenizer of your own: a class in your project's package, which `tokenizer` names by its path.
 
 `OwnTokenizer` in `tokenizer.py` says what it needs.
 """
@@ -14,48 +14,50 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from lockstep import project
 from lockstep.errors import UserError
 from lockstep.tokens.tokenizer import OwnTokenizer, Tokenizer
 
-ROOT = __package__.partition(".")[0]
 METHODS = ("train", "encode", "encode_documents", "decode", "to_dict")
 # No part begins with an underscore: to import `__main__` would be to run it.
 DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
 
 
 def is_class_path(name: str) -> bool:
-    """Return whether a name is the path of a class, of this package or another."""
+    """Return whether a name is the path of a class, of the project or of another package."""
     return DOTTED.fullmatch(name) is not None and not name.endswith((".json", ".tiktoken"))
 
 
 def is_class_of_package(name: str) -> bool:
-    """Return whether a name is the path of a class of this package."""
-    return is_class_path(name) and name.startswith(f"{ROOT}.")
+    """Return whether a name is the path of a class of the project's package."""
+    ours = project.found()
+    return ours is not None and is_class_path(name) and name.startswith(f"{ours.package}.")
 
 
 def load_class(name: str) -> type[OwnTokenizer]:
     """Return the class of this path.
 
-    Only classes of this package are imported: the name may be from a file of someone else.
+    Only classes of the project's package are imported: the name may be from a file of someone else.
 
     Raises:
         UserError: there is no such class, or it lacks a method.
     """
-    remedy = f"name a class as {ROOT}.module.Class"
+    package = project.current().package
+    remedy = f"name a class as {package}.module.Class"
     if not is_class_of_package(name):
-        raise UserError(f"tokenizer {name} is outside of this package; {remedy}")
+        raise UserError(f"tokenizer {name} is outside of {package}; {remedy}")
     module, _, attribute = name.rpartition(".")
     try:
         named = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"tokenizer {name} cannot be imported ({error}); {remedy}") from error
-    if not isinstance(named, type) or not named.__module__.startswith(f"{ROOT}."):
-        raise UserError(f"tokenizer {name} is not a class of this package; {remedy}")
+    if not isinstance(named, type) or not named.__module__.startswith(f"{package}."):
+        raise UserError(f"tokenizer {name} is not a class of {package}; {remedy}")
     lacking = [method for method in METHODS if not callable(getattr(named, method, None))]
     if lacking:
         raise UserError(
-            f"tokenizer {name} lacks {', '.join(lacking)}; define what OwnTokenizer in "
-            f"{ROOT}/tokens/tokenizer.py describes"
+            f"tokenizer {name} lacks {', '.join(lacking)}; define what "
+            "lockstep.tokens.tokenizer.OwnTokenizer describes"
         )
     return cast("type[OwnTokenizer]", named)
 

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt import gpt, modern
-from lockstep_gpt.export import GPT2_COMPUTES, LAYOUTS, export
+from lockstep_gpt.export import export
+from lockstep_gpt.layouts import GPT2_COMPUTES, LAYOUTS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from lockstep import commands as cli
 from lockstep.errors import UserError
 from lockstep.hub.gpt2 import ACTIVATIONS
 from lockstep.hub.gpt2 import logits_of as gpt2_logits

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from lockstep_gpt import __main__ as cli
 from lockstep_gpt.export import export, main
 from lockstep_gpt.trained_model import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep import commands as cli
 from lockstep.checkpoints.reading import (
     read_checkpoint,
     remove_checkpoint,
@@ -196,7 +196,7 @@ def test_an_empty_folder_is_filled(gpt, tmp_path):
 
 
 def test_an_architecture_unknown_to_transformers_is_rejected(shaped, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep_gpt.export.LAYOUTS", {"other": None})
+    monkeypatch.setattr("lockstep_gpt.layouts.LAYOUTS", {"other": None})
     with pytest.raises(UserError, match="GPT is not one of other, which transformers"):
         export(saved(shaped(), ByteTokenizer()), tmp_path / "new")
     assert not list(tmp_path.iterdir())

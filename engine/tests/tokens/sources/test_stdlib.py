@@ -79,10 +79,10 @@ def test_the_library_at_hand_is_found_and_split_by_name(test_fraction):
 
 
 def test_libraries_that_not_everyone_has_are_imported_when_used():
-    code = """import sys, lockstep.launch
+    code = """import sys, lockstep.configs, lockstep.launch, pathlib
 from hydra.utils import get_class
 from omegaconf import OmegaConf
-for path in lockstep_gpt.CONFIGS.glob("source/*.yaml"):
+for path in pathlib.Path(lockstep.configs.__file__).parent.glob("source/*.yaml"):
     get_class(OmegaConf.load(path)._target_)
 print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*sys.modules})"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
