@@ -26,7 +26,13 @@ def load_weights(path: str | Path, model: nn.Module, strict: bool = True) -> Non
     part with these weights is found. Every rank must call this; each reads the file, and all
     compare what they have read.
 
-        lockstep.load_weights("runs/first", module)
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> run = lockstep.Run.alone()
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        >>> saving = {"callbacks": [lockstep.Checkpoints(run)], "plugins": run.plugins}
+        >>> trainer = Trainer(max_steps=1, limit_val_batches=0, logger=False, **saving, **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> lockstep.load_weights(run.path, BoringModel())
 
     Args:
         path: a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS.

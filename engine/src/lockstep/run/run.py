@@ -90,6 +90,9 @@ class Run:
         trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
         return run.finish(trainer, metric="val/loss")
 
+        >>> run = lockstep.Run.alone()
+        >>> trainer = Trainer(logger=[run.metrics_csv], plugins=run.plugins)
+
     Args:
         path: the run's directory, in which the configuration is frozen.
         config: the frozen configuration, as plain values; it is part of each checkpoint.
