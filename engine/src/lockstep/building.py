@@ -36,6 +36,9 @@ def build(node: Any, **given: Any) -> Any:
 
     A list that both have, such as a Trainer's `plugins`, is joined.
 
+        >>> lockstep.build({"_target_": "torch.nn.Linear", "in_features": 2}, out_features=3)
+        Linear(in_features=2, out_features=3, bias=True)
+
     Args:
         node: of a configuration: the name of a class or a function, and arguments for it.
         given: more arguments, by name.
@@ -106,6 +109,9 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
 
 def instantiate_all(nodes: Mapping[str, Any] | None, **given: Any) -> list[Any]:
     """Build each node of a group, such as `callbacks`, in its order; leave out those that are null.
+
+        >>> lockstep.instantiate_all({"layer": {"_target_": "torch.nn.Identity"}, "none": None})
+        [Identity()]
 
     Args:
         nodes: a name you choose -> a `_target_` node.

@@ -26,6 +26,8 @@ class ClipAndSkip(StepCallback):
     After an update, it frees the gradients, so that no forward pass needs memory for them:
     Lightning keeps them until the next backward. List it after callbacks that change or read them.
 
+        >>> trainer = Trainer(callbacks=[lockstep.ClipAndSkip(max_norm=1.0, max_skipped=3)])
+
     Args:
         max_norm: of all gradients together; None: they are only measured.
         max_skipped: how many updates of the whole run may be skipped, before a `RunError` ends it.

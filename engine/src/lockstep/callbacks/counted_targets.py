@@ -24,6 +24,9 @@ class CountTargets(Callback):
 
     List it before callbacks that read or clip gradients.
 
+        >>> counting = lockstep.CountTargets(lambda batch: (batch["labels"] != -100).sum())
+        >>> trainer = Trainer(callbacks=[counting])
+
     Args:
         count: returns how many targets of a batch count, as a scalar tensor on its device.
         typical: a typical number of them; it only scales gradients until the division.

@@ -43,6 +43,8 @@ class Guards(StepCallback):
 
     When training begins, it also says what the run can't promise, such as for a BatchNorm.
 
+        >>> trainer = Trainer(callbacks=[lockstep.Guards(stall_after=600, replicas_every=100)])
+
     Args:
         run: where the failure of a stalled run is recorded; None: nowhere.
         stall_after: seconds without a step, after which ranks show their stacks and the run ends;

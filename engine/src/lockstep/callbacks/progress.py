@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 class Progress(StepCallback):
     """Shows the row that `Metrics` read last, so it never waits for the device itself.
 
+        >>> callbacks = [lockstep.Metrics(every=10), lockstep.Progress()]
+        >>> trainer = Trainer(callbacks=callbacks, enable_progress_bar=False)
+
     Args:
         line_seconds: without a terminal, it prints lines at least so far apart.
         monitored: the metric that it prints after each validation.

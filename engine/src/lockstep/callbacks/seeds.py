@@ -15,6 +15,8 @@ class MicroBatchSeeds(Callback):
     It seeds torch before each `training_step`. Ranks that split the model also draw the same noise
     for their common residual stream.
 
+        >>> trainer = Trainer(callbacks=[lockstep.MicroBatchSeeds(seed=1337)])
+
     Args:
         seed: of the run.
     """

@@ -6,7 +6,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class StepRate(LambdaLR):
-    """The learning rate as a function of the step; a resumed run has this run's function."""
+    """The learning rate as a function of the step; a resumed run has this run's function.
+
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        >>> rate = lockstep.StepRate(optimizer, lambda step: 1 / (1 + step))
+        >>> optimizer.step()
+        >>> rate.step()
+        >>> rate.get_last_lr()
+        [0.25]
+
+    Args:
+        optimizer: whose groups' rates are changed.
+        lr_lambda: returns a factor of each group's own rate for a step, or one such function for
+            each group.
+        last_epoch: the step to begin after; -1: at the first.
+    """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved step, with the rates that this run has for it."""

@@ -84,6 +84,14 @@ class GracefulStop(StepCallback):
     """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them.
 
     It takes part in one Trainer, and leaves Lightning and the process as they were.
+
+        >>> trainer = Trainer(callbacks=[lockstep.GracefulStop()])
+
+    Args:
+        checkpoints: save when it stops; None: those of the Trainer.
+        turns: of keeping states in memory, on which the ranks also agree; None: those of the
+            Trainer's `StateInMemory`.
+        timeout: the longest wait for another rank in seconds; None: the run's.
     """
 
     checkpoints: Checkpoints | None = None  # what saves; None: that of the Trainer, if there is one

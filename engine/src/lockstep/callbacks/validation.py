@@ -23,6 +23,8 @@ class ValidateEvery(Callback):
     List it first: callbacks after it may ask whether a validation follows. A checkpoint has what
     was measured, which `ReduceLROnPlateau` and others monitor: a resumed run knows it, too.
 
+        >>> trainer = Trainer(callbacks=[lockstep.ValidateEvery(250)])
+
     Args:
         steps: between validations; None: they follow the Trainer's own arguments.
     """

@@ -57,6 +57,9 @@ class Checkpoints(StepCallback, Checkpoint):
     last step of an epoch, when the next one begins. It needs no
     other part: any module with any optimizer is saved as it is, once all its numbers are finite.
 
+        >>> run = lockstep.Run.alone()
+        >>> trainer = Trainer(callbacks=[lockstep.Checkpoints(run, every=100)], plugins=run.plugins)
+
     Args:
         run: whose checkpoints these are; or the folder where they are saved; None: this process's.
         every: optimizer steps between checkpoints; None: only at the end, and the best.

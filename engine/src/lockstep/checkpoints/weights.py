@@ -26,7 +26,13 @@ def load_weights(path: str | Path, model: nn.Module, strict: bool = True) -> Non
     part with these weights is found. Every rank must call this; each reads the file, and all
     compare what they have read.
 
-        lockstep.load_weights("runs/first", module)
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> run = lockstep.Run.alone()
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        >>> saving = {"callbacks": [lockstep.Checkpoints(run)], "plugins": run.plugins}
+        >>> trainer = Trainer(max_steps=1, limit_val_batches=0, logger=False, **saving, **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> lockstep.load_weights(run.path, BoringModel())
 
     Args:
         path: a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS.
@@ -105,6 +111,31 @@ def _prefix_of(
         names = ", ".join(prefix.rstrip(".") for prefix in prefixes)
         raise UserError(f"{where} has several parts like {kind}: {names}; load the whole module")
     return prefixes[0]
+
+
+def restore(model: nn.Module, saved: Mapping[str, Tensor], path: Path, prefix: str = "") -> None:
+    """Load a checkpoint's weights into a model that was built for them.
+
+    Args:
+        model: gets all of its weights.
+        saved: the weights of a whole module.
+        path: of the checkpoint, for errors.
+        prefix: what the model's names begin with in the checkpoint, such as `model.`.
+
+    Raises:
+        UserError: they don't fit, or some are not finite.
+    """
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in saved.items()
+        if name.startswith(prefix)
+    }
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: {reason}; use the code that wrote it") from None
+    refuse_broken_weights(model.named_parameters(prefix.rstrip(".")), f"checkpoint {path}")
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:

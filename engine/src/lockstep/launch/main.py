@@ -44,8 +44,8 @@ def main(
     each rank, on `trainer.devices` devices of each of `trainer.num_nodes` machines. What it returns
     goes to Hydra's sweeper.
 
-        @lockstep.main("../configs", "train")
-        def main(cfg: DictConfig, run: lockstep.Run) -> float: ...
+        >>> @lockstep.main("../configs", "train")
+        ... def main(cfg: DictConfig, run: lockstep.Run) -> float: ...
 
     These settings need no place in the YAML files: `run_dir`, `run_name`, `resume` (none, auto, or
     a path), `resume_force`, `trust_run_dir`, `verbosity`, and those of `launch` (see

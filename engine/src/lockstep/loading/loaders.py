@@ -194,6 +194,10 @@ def train_loader(
     NumPy, or Python. An epoch of the Trainer consists of whole steps; samples that are left over
     begin the next one.
 
+        >>> loader = lockstep.train_loader(range(6), 2, Trainer(), seed=1)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 5], [4, 2], [3, 1]]
+
     Args:
         dataset: has `__len__` and `__getitem__`, and may have torch's `__getitems__`, which reads
             many samples at once.
@@ -245,6 +249,10 @@ def eval_loader(
     """Return this rank's part of a validation or a test, for a data module's `val_dataloader`.
 
     Each sample is in one batch of one rank, and draws the same random numbers in each evaluation.
+
+        >>> loader = lockstep.eval_loader([0, 1, 2], 2, Trainer())
+        >>> [batch.tolist() for batch in loader]
+        [[0], [1, 2]]
 
     Args:
         dataset: as for `train_loader`.

@@ -46,6 +46,11 @@ class StateInMemory(StepCallback, Checkpoint):
     checkpoint the state then knows, and `GracefulStop()`, in whose votes the ranks agree to keep a
     state. Lightning moves a `Checkpoint` behind all callbacks that aren't.
 
+        >>> run = lockstep.Run.alone()
+        >>> states = lockstep.StateInMemory(run, every=10)
+        >>> callbacks = [lockstep.GracefulStop(), lockstep.Checkpoints(run), states]
+        >>> trainer = Trainer(callbacks=callbacks, plugins=run.plugins)
+
     Args:
         run: whose state this is; None: this process's.
         every: steps between states; auto: in 1 % of the time, unless there is one rank; False:

@@ -52,6 +52,9 @@ class Metrics(StepCallback):
     `trainer.callback_metrics`, for callbacks that monitor one. Callbacks that are `InRow` add
     columns.
 
+        >>> batch = lockstep.Batch(global_size=32)
+        >>> trainer = Trainer(callbacks=[lockstep.Metrics(batch, every=10)], log_every_n_steps=10)
+
     Args:
         batch: how many samples a step has; None: rows have no speed in samples or tokens.
         every: steps between rows.

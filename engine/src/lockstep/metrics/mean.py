@@ -25,6 +25,12 @@ class Mean(Metric):
         self.train_loss = Mean("train/loss")  # in a module's `__init__`
         self.train_loss.update(loss)  # in `training_step`
 
+        >>> loss = lockstep.Mean("train/loss")
+        >>> loss.update(torch.tensor(1.0), weight=3)
+        >>> loss.update(torch.tensor(5.0))
+        >>> loss.compute()
+        tensor(2., dtype=torch.float64)
+
     Args:
         name: its column in the log.
         also: further columns -> functions of the mean.

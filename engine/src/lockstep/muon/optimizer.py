@@ -31,7 +31,17 @@ MOMENTA = (0.85, 0.95)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others."""
+    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others.
+
+    >>> matrix = torch.nn.Parameter(torch.zeros(4, 4))
+    >>> group = {"params": [matrix], "lr": 0.02, "weight_decay": 0.0, "muon": True}
+    >>> optimizer = lockstep.Muon([group], betas=(0.9, 0.95), eps=1e-8)
+
+    Args:
+        groups: of weights, each with `lr`, `weight_decay`, and `muon`; those with it have matrices.
+        betas: AdamW's decays of the means of gradients and of their squares.
+        eps: added to AdamW's denominator.
+    """
 
     placement: MatrixPlacement = ReplicatedMatrices()  # until `share_work` chooses another
     # A tensor that is 1 if the gradients are not finite: then the weights stay.

@@ -30,7 +30,12 @@ LONGEST_WAIT = 1800.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, from the launcher's environment (torchrun's variables)."""
+    """This process among all, from the launcher's environment (torchrun's variables).
+
+    >>> ranks = lockstep.Ranks(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    >>> ranks.num_nodes
+    2
+    """
 
     rank: int = 0
     local_rank: int = 0

@@ -16,6 +16,12 @@ def choose_matrix_products(device: str) -> str:
 
     All ranks call this. On CPUs, oneDNN computes if it is exact enough on all of them, else BLAS,
     which is often MKL: a rule that asks for no time, so each start of a run decides alike.
+
+        >>> lockstep.choose_matrix_products("cuda")
+        'TF32'
+
+    Args:
+        device: `cpu`, `cuda`, or `mps`, as `torch.device.type`.
     """
     if device != "cpu":
         torch.set_float32_matmul_precision("high")

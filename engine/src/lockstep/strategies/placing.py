@@ -112,6 +112,9 @@ PLACED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def place(model: nn.Module, strategy: Strategy, *, compiled: bool = False) -> None:
     """Place a model on the ranks, once, and compile it: to call in `configure_model`.
 
+        >>> model = torch.nn.Linear(2, 2)
+        >>> lockstep.place(model, Trainer(devices=1).strategy)
+
     Args:
         model: whose blocks, if it has `blocks`, are the units that FSDP2 shards.
         strategy: the Trainer's.
@@ -179,6 +182,9 @@ def ddp(
 ) -> DDPStrategy:
     """Return our `DDPStrategy`: each rank has the whole model, and they average gradients.
 
+        >>> batch = lockstep.Batch(global_size=8, exact_micro_size=2).spread_over(devices=2)
+        >>> trainer = Trainer(devices=2, strategy=lockstep.DDP(batch))
+
     Args:
         batch: says whether gradients are added in one order on any number of ranks.
         process_group_backend: nccl, gloo, or mpi; None: nccl on GPUs, gloo elsewhere.
@@ -233,6 +239,8 @@ def fsdp2(
     save_parts: bool = False,
 ) -> Strategy:
     """Return the strategy that shards over all ranks; with a single rank, nothing is.
+
+        >>> trainer = Trainer(devices=2, strategy=lockstep.FSDP2(reshard_after_forward=False))
 
     Args:
         batch: must be spread over the ranks with the same `tensor_parallel`, without exact sums.
