@@ -24,7 +24,7 @@ def check(project: Path, environment, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=project,
-        env=environment(),
+        env=environment(MYPYPATH=str(project / "engine/src")),
         capture_output=True,
         encoding="utf-8",
     )
