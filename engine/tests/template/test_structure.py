@@ -25,8 +25,8 @@ ENGINE, PROJECT = "lockstep", "lockstep_gpt"
 SOURCES = {ENGINE: ROOT / "engine/src", PROJECT: ROOT / "src"}
 CONFIGS = (ROOT / "configs", ROOT / "engine/src/lockstep/configs")
 # Of the engine, from the bottom up; a module may use layers before its own, and its own. Folders
-# side by side in a layer may use each other, but no modules do so in a circle. A module with its own
-# place is not in that of its folder.
+# side by side in a layer may use each other, but no modules do so in a circle. A module may have a
+# place of its own.
 LAYERS = [
     "exits",
     "logs",

@@ -154,8 +154,8 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             classes = (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
             known = ", ".join(tokenizer.kind for tokenizer in classes)
             raise UserError(
-                f"tokenizer kind {kind!r} is not one of {known}; use the version of "
-                f"{project.program()} that wrote it"
+                f"tokenizer kind {kind!r} is not one of {known}, nor a class of this project; use "
+                "the code that wrote it"
             )
 
 
