@@ -181,9 +181,13 @@ def test_what_an_owner_deletes_is_missed_by_no_test(project, tests):
     for name in DELETED:
         path = project / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    change(project / "configs/train.yaml", "  - experiment: quickstart\n", "")
-    change(project / "configs/train.yaml", "  - logger: wandb\n", "  - logger: none\n")
-    change(project / "configs/train.yaml", "max_steps: ???", "max_steps: 20")
+    for old, new in (
+        ("  - experiment: quickstart\n", ""),
+        ("  - logger: wandb\n", "  - logger: none\n"),
+        ("max_steps: ???", "max_steps: 20"),
+        ("  global_size: null", "  global_size: 8"),
+    ):
+        change(project / "configs/train.yaml", old, new)
     status, output = tests()
     assert status == 0, output
 
