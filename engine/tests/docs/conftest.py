@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 # Prints the exit status and the output of each.
 TELL = """
 import json, os, sys, tempfile
+import lockstep_gpt
 from lockstep import commands as cli
 screen, told = os.dup(1), []
 for words in json.loads(sys.argv[1]):

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[3]
 # Page -> its sections whose commands another test runs.
 OTHERS = {
     "README.md": (),
-    "docs/after_the_run.md": ("Export it", "Start from existing weights"),  # project/hub/test_docs.py
+    "docs/after_the_run.md": (
+        "Export it",
+        "Start from existing weights",
+    ),  # project/hub/test_docs.py
     "docs/devices.md": (),
     "docs/own_data.md": ("Your own format", "A LightningDataModule"),  # test_extend.py
     "docs/troubleshooting.md": (),

@@ -34,6 +34,7 @@ OF_FILES = [line for line in COMMANDS if line not in OF_CHANGES]
 # Runs commands one after another in one process, which imports the copy.
 TELL = """
 import json, sys
+import lockstep_gpt
 from lockstep import commands as cli
 print("=", *[cli.main(words) for words in json.loads(sys.argv[1])])
 """

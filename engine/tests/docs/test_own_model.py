@@ -102,6 +102,7 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
 # Runs commands one after another in one process, which imports the copy; prints their output.
 TELL = """
 import json, sys
+import lockstep_gpt
 from lockstep import commands as cli
 from lockstep.commands import table
 for words in json.loads(sys.argv[1]):
