@@ -30,7 +30,7 @@ import pytest
 from hypothesis import settings
 from lockstep_gpt import CONFIGS
 
-from lockstep import processes
+from lockstep import configs, processes
 from lockstep.launch import supervise
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
@@ -51,6 +51,7 @@ ON_TWO_RANKS = (
     "strategy.process_group_backend=gloo"
 )
 COMMAND = "lockstep.commands:main"
+FOLDERS = (CONFIGS, Path(configs.__file__).parent)  # of choices
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
@@ -185,7 +186,8 @@ class Command:
         data = [
             override.partition("=")[2] for override in overrides if override.startswith("data=")
         ]
-        if all((CONFIGS / f"data/{name}.yaml").is_file() for name in data):  # not of one's own
+        if all(any((each / f"data/{name}.yaml").is_file() for each in FOLDERS) for name in data):
+            # not of one's own
             base.append(f"data.root={self.data_root}")
         if not any(override.startswith(("logger=", "hydra/")) for override in overrides):
             base.append("logger=none")

@@ -248,7 +248,7 @@ def test_a_checkpoint_that_was_damaged_with_its_sum_is_skipped_by_what_is_wrong(
     faults = [
         "is a folder",
         "lacks optimizer_states, lr_schedulers, loops, global_step",
-        "was not written by lockstep-gpt train",
+        "was not written by lockstep",
         "lacks optimizer_states, lr_schedulers, loops, global_step",
         "is damaged: it is not a whole zip archive",
         "is empty",

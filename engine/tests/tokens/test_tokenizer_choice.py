@@ -33,7 +33,7 @@ import numpy as np
 
 
 class Characters:
-    kind = "lockstep.tokens.own_characters.Characters"
+    kind = "lockstep_gpt.own_characters.Characters"
 
     def __init__(self, values):
         self.characters = values["characters"]
@@ -58,7 +58,7 @@ class Characters:
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
 """
-OWN = "lockstep.tokens.own_characters.Characters"
+OWN = "lockstep_gpt.own_characters.Characters"
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def tokenizer_module(tmp_path, monkeypatch):
     """A function that puts a module of the user's into the package; the tests' own is removed."""
     folder = tmp_path / "own"
     folder.mkdir()
-    package = importlib.import_module("lockstep.tokens")
+    package = importlib.import_module("lockstep_gpt")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
 
     def put(code):
-        sys.modules.pop("lockstep.tokens.own_characters", None)
+        sys.modules.pop("lockstep_gpt.own_characters", None)
         vars(package).pop("own_characters", None)
         importlib.invalidate_caches()
         (folder / "own_characters.py").write_text(code)
@@ -99,7 +99,7 @@ def tokenizer_module(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield put
-    sys.modules.pop("lockstep.tokens.own_characters", None)
+    sys.modules.pop("lockstep_gpt.own_characters", None)
     vars(package).pop("own_characters", None)
 
 
@@ -211,16 +211,16 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
             "is outside of lockstep_gpt; name a class as lockstep_gpt.",
         ),
         ("lockstep_gpt.nothing.Here", "cannot be imported (No module"),
-        ("lockstep.tokens.tokenizer.Nothing", "cannot be imported (module"),
-        ("lockstep.tokens.tokenizer.np.ndarray", "cannot be imported (No module"),
-        ("lockstep.tokens.tokenizer.Any", "is not a class of this package"),
+        ("lockstep_gpt.gpt.Nothing", "cannot be imported (module"),
+        ("lockstep_gpt.gpt.torch.Tensor", "cannot be imported (No module"),
+        ("lockstep_gpt.gpt.F", "is not a class of lockstep_gpt"),
         (
-            "lockstep.tokens.tokenizer.find_cut",
-            "is not a class of this package; name a class as",
+            "lockstep_gpt.language_model.check_heads",
+            "is not a class of lockstep_gpt; name a class as",
         ),
         (
-            "lockstep.tokens.tokenizer.ByteTokenizer",
-            "lacks train; define what OwnTokenizer in",
+            "lockstep_gpt.gpt.GPT",
+            "lacks encode, encode_documents, decode, to_dict; define what",
         ),
     ],
 )
@@ -428,7 +428,7 @@ def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(toke
         (
             "own_characters.Characters",
             "other.Characters",
-            "has kind=lockstep.tokens.other.Ch",
+            "has kind=lockstep_gpt.other.Ch",
         ),
         ('"characters": self.characters}', '"characters": b""}', "cannot be saved (Object of"),
         ("import numpy as np", "import no_such_module", "cannot be imported (No module named"),
@@ -447,8 +447,8 @@ def test_only_classes_of_this_package_are_rebuilt():
     for kind in ("builtins.dict", "os.system", "lockstep_gpt.__main__.run", None, 3):
         with pytest.raises(UserError, match="is not one of bytes, bpe, numbers"):
             from_dict({"kind": kind})
-    with pytest.raises(UserError, match="is not a class of this package"):
-        from_dict({"kind": "lockstep.tokens.tokenizer_files.Path"})
+    with pytest.raises(UserError, match="is not a class of lockstep_gpt"):
+        from_dict({"kind": "lockstep_gpt.data.Any"})
 
 
 def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):

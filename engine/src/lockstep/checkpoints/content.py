@@ -22,7 +22,7 @@ NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "glob
 # What a module and its data were built with: Lightning adds that for `load_from_checkpoint`.
 ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters")
 ARGUMENT_TYPES = ("hparams_type", "datamodule_hparams_type")
-ORIGIN = "was not written by lockstep-gpt train"
+ORIGIN = "was not written by lockstep"
 
 
 class CheckpointError(Exception):

@@ -1,4 +1,4 @@
-"""`lockstep-gpt panel RUN`: a page that walks through the recorded steps of a run.
+"""The command `panel RUN`: a page that walks through the recorded steps of a run.
 
 It is one file: its style, its scripts, and its data are inside, and it loads nothing else.
 """

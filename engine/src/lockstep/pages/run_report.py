@@ -1,4 +1,4 @@
-"""`lockstep-gpt report RUN ...`: one HTML file of a run, or of several side by side."""
+"""The command `report RUN ...`: one HTML file of a run, or of several side by side."""
 
 from __future__ import annotations
 

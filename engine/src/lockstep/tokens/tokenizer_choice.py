@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import project
 from lockstep.errors import UserError
 from lockstep.tokens import own_tokenizer
 from lockstep.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
@@ -154,8 +153,8 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             classes = (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
             known = ", ".join(tokenizer.kind for tokenizer in classes)
             raise UserError(
-                f"tokenizer kind {kind!r} is not one of {known}; use the version of "
-                f"{project.program()} that wrote it"
+                f"tokenizer kind {kind!r} is not one of {known}, nor a class of this project; use "
+                "the code that wrote it"
             )
 
 
