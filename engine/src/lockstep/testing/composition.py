@@ -55,7 +55,7 @@ def assert_composes(folder: str | Path, *overrides: str, config_name: str = "tra
 
 def _has_experiment(main_file: Path) -> bool:
     """Return whether a main file chooses an experiment by default."""
-    defaults = OmegaConf.load(main_file).get("defaults", [])
+    defaults = OmegaConf.select(OmegaConf.load(main_file), "defaults", default=[])
     return any(OmegaConf.is_dict(choice) and "experiment" in choice for choice in defaults)
 
 
