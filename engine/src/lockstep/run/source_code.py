@@ -43,7 +43,7 @@ def file_hashes() -> dict[str, str]:
     files = [file for path in paths for file in [path, *path.rglob("*.py")] if file.is_file()]
     names = [_name_of(file) for file in [*files, *_imported()]]
     hashes = {name: _hash_of(name) for name in sorted(names)}
-    return {name: digest for name, digest in hashes.items() if digest is not None}
+    return {name: content for name, content in hashes.items() if content is not None}
 
 
 def changes_since(

@@ -29,7 +29,8 @@ def choices(folder: str | Path) -> list[str]:
 def assert_composes(folder: str | Path, *overrides: str, config_name: str = "train") -> None:
     """Assert that settings compose, and that each `_target_` has the arguments that they give it.
 
-    Nothing is built, so what may not be installed or is large costs nothing.
+    Nothing is built, so what may not be installed or is large costs nothing. The default
+    experiment is left out, unless one is among the overrides: its values are for its own choices.
 
         assert_composes(CONFIGS, "experiment=smoke", "optim.lr=0.01")
 
@@ -41,12 +42,21 @@ def assert_composes(folder: str | Path, *overrides: str, config_name: str = "tra
     Raises:
         AssertionError: a class or an argument doesn't exist, or a value has another kind.
     """
+    words = [*overrides]
+    if _has_experiment(Path(folder, f"{config_name}.yaml")):
+        words += [] if any(word.startswith("experiment=") for word in words) else ["~experiment"]
     with initialize_config_dir(str(Path(folder).resolve()), version_base="1.3"):
-        values = OmegaConf.to_container(compose(config_name, [*overrides]))
+        values = OmegaConf.to_container(compose(config_name, words))
     try:
         refuse_mistakes(_given(values), {"*": ("*",)})
     except UserError as mistake:
         raise AssertionError(f"{' '.join(overrides)}: {mistake}") from None
+
+
+def _has_experiment(main_file: Path) -> bool:
+    """Return whether a main file chooses an experiment by default."""
+    defaults = OmegaConf.select(OmegaConf.load(main_file), "defaults", default=[])
+    return any(OmegaConf.is_dict(choice) and "experiment" in choice for choice in defaults)
 
 
 def _given(node: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import project
 from lockstep.errors import UserError
 from lockstep.tokens import own_tokenizer
 from lockstep.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
