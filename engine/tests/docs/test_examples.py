@@ -109,17 +109,25 @@ def test_the_program_runs_as_its_page_says(program, run):
     assert [row.partition(",")[0] for row in rows] == ["10", "20", "30"]
 
 
-@pytest.mark.slow
-def test_the_promise_of_the_program_is_tested_as_its_page_says(
-    program, monkeypatch, python_of_forks
-):
+@pytest.fixture
+def promise(program, monkeypatch):
+    """The names of the page's tests, in the folder of their program."""
     monkeypatch.chdir(program)
     names = {}
     exec(PYTHON.findall(PAGES["testing.md"])[0], names)
-    names["test_a_killed_run_has_the_same_bits"]()  # kills the real Python
-    names["PROGRAM"][0] = python_of_forks
-    names["test_devices_change_only_the_speed"]()
     assert len([name for name in names if name.startswith("test_")]) == 2
+    return names
+
+
+@pytest.mark.slow
+def test_the_program_keeps_the_promise_as_the_page_tests_it(promise, python_of_forks):
+    promise["PROGRAM"][0] = python_of_forks
+    promise["test_devices_change_only_the_speed"]()
+
+
+@pytest.mark.slow
+def test_the_killed_program_keeps_the_promise_as_the_page_tests_it(promise):
+    promise["test_a_killed_run_has_the_same_bits"]()  # kills the real Python
 
 
 def test_a_project_that_begins_as_the_page_says_has_the_commands_of_its_table():

@@ -122,7 +122,7 @@ def test_the_readme_s_tree_shows_every_folder_of_the_package_and_existing_files(
     readme = (repository / "README.md").read_text("utf-8")
     (tree,) = re.findall(r"^```text\n(configs/.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     lines = tree.splitlines()
-    assert 7 < len(lines) <= 12
+    assert 6 <= len(lines) <= 10
     assert [line for line in lines if len(line) > 100] == []
     package = package_of(repository)
     shown = set()
