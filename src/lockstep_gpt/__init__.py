@@ -18,10 +18,9 @@ PROJECT = begin(
         configs=CONFIGS,
         train="lockstep_gpt.train:main",
         commands={
-            "prepare": Command("lockstep_gpt.prepare:main", "tokenize a dataset", True),
             "evaluate": Command("lockstep_gpt.evaluate:main", "measure on held-out data", False),
             "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
-            "export": Command("lockstep_gpt.hub.folder:main", "export for transformers", False),
+            "export": Command("lockstep_gpt.export:main", "export for transformers", False),
         },
     )
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import lockstep
 import torch
 from lightning import LightningDataModule
 from lockstep.loading.loaders import (
@@ -16,8 +17,6 @@ from lockstep.tokens.packing import Packing
 from lockstep.tokens.prepared import Prepared
 from lockstep.tokens.sources.source import Source
 from lockstep.tokens.windows import Batch, Stored, move_to_device
-
-import lockstep
 
 
 class Tokens(LightningDataModule):

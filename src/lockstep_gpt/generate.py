@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 
+from lockstep.command_line import parser_of_run
 from lockstep.errors import UserError
 from lockstep.tokens.tokenizer import GrowingText, printable
 
-from lockstep_gpt.trained_model import load_for_inference, parser_of
+from lockstep_gpt.trained_model import load_for_inference
 
 
 def main(arguments: list[str]) -> int:
     """Print the prompt and its continuation as it grows."""
-    parser = parser_of("generate", "Continue a prompt with a trained model.")
+    parser = parser_of_run("generate", "Continue a prompt with a trained model.")
     add = parser.add_argument
     add("--prompt", default="\n", help="text to continue (default: a new line)")
     add("--length", type=int, default=300, help="tokens to add (default: 300)")

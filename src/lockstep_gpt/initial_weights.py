@@ -1,32 +1,20 @@
 """`init_from`: begins a run with the weights of another run, or of a transformers folder."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from lightning import LightningDataModule, LightningModule
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
-from lockstep.checkpoints.weights import set_weights, weights_for
-from lockstep.errors import UserError
-from lockstep.run.directory import settled
-from lockstep.settings import as_typed
-from lockstep.tokens.tokenizer import Tokenizer
-from torch import Tensor
 
 import lockstep
+from lightning import LightningDataModule, LightningModule
+from lockstep.checkpoints.same_shape import is_run, weights_of_run
+from lockstep.checkpoints.weights import set_weights
+
 from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.trained_model import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
 # What decides the function that the weights are of, besides their shapes.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "ngram_rows", "longest_ngram")
-POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
-# Two tokenizers that give the same ids for this text differ in the rarest words at most.
-PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
+POSITIONS = "position_embedding.weight"
 
 
 def load_initial_weights(
@@ -50,80 +38,15 @@ def load_initial_weights(
         lockstep.load_weights(path, module)
         return
     where = f"init_from={path}"
-    tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)
+    tokenizer = getattr(data, "tokenizer", None)
     if is_run(path):
-        weights, saved_context = weights_of_run(path, model, tokenizer, where)
+        weights, saved = weights_of_run(path, model, tokenizer, where, SHAPE, POSITIONS)
     else:
-        from lockstep_gpt.hub.pretrained import weights_of_folder  # late: few runs need it
+        from lockstep.hub.reading import weights_of_folder  # late: few runs need it
 
-        weights, saved_context = weights_of_folder(path, model, tokenizer, where)
+        from lockstep_gpt.layouts import layout_of
+
+        layout = layout_of(model, where)
+        weights, saved = weights_of_folder(path, model, tokenizer, layout, where)
     set_weights(model, weights, where)
-    context = model.block_size
-    logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{saved_context:,}")
-
-
-def is_run(path: Path) -> bool:
-    """Return whether `path` is a run directory, a checkpoint, or a tracker's."""
-    return path.is_file() or (path / "checkpoints").is_dir() or str(path).startswith("wandb:")
-
-
-def weights_of_run(
-    path: Path, model: LanguageModel, tokenizer: Tokenizer | None, where: str
-) -> tuple[dict[str, Tensor], int]:
-    """Return the weights of a run for `model`, and the run's context.
-
-    Raises:
-        UserError: the run's shape or tokenizer differs; the message starts with `where`.
-    """
-    checkpoint, content = with_newest(path, lambda path: (path, read_checkpoint(path)))
-    settings = settled(content["config"]).get("model")
-    if not isinstance(settings, dict):
-        raise UserError(f"{where} has no model like ours; name a run of this program")
-    _refuse_other_shape(settings, model, where)
-    saved = dict(content["state_dict"])
-    context = int(settings["block_size"])
-    for name in saved:
-        if name.endswith(POSITIONS):
-            if context < model.block_size:
-                raise UserError(
-                    f"{where} has learned positions for {context} tokens, and model.block_size="
-                    f"{model.block_size}; set model.block_size={context}"
-                )
-            saved[name] = saved[name][: model.block_size]
-    if tokenizer is not None and not _encode_alike(tokenizer_of(checkpoint, content), tokenizer):
-        raise UserError(
-            f"{where} has another tokenizer than the data; set data and tokenizer as in its config"
-        )
-    return weights_for(model, saved, where), context
-
-
-def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: str) -> None:
-    ours = f"{type(model).__module__}.{type(model).__qualname__}"
-    theirs = saved.get("_target_")
-    if theirs != ours:
-        raise UserError(
-            f"{where} has model._target_={theirs}, and here it is {ours}; choose a model of its "
-            "kind, such as model=gpt or model=modern"
-        )
-    for name in SHAPE:
-        if name not in saved or not hasattr(model, name):
-            continue
-        value = getattr(model, name)
-        saved_value = saved[name]
-        if name == "n_kv_head":
-            saved_value = saved_value or saved["n_head"]
-        is_used = name != "longest_ngram" or saved.get("ngram_rows")
-        if is_used and saved_value != value:
-            raise UserError(
-                f"{where} has {name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}; "
-                f"set model.{name}={as_typed(saved_value)}"
-            )
-
-
-def _encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
-    """Return whether two tokenizers give the same ids for text; without text, whether equal."""
-    if first.vocab_size != second.vocab_size:
-        return False
-    if first.end_of_text is None or second.end_of_text is None:
-        return first.to_dict() == second.to_dict()
-    return bool(first.encode(PROBE).tolist() == second.encode(PROBE).tolist())
+    logger.info("weights of %s, %s of %s positions", path, f"{model.block_size:,}", f"{saved:,}")

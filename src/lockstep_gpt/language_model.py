@@ -9,18 +9,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lockstep import functional
-from lockstep.errors import RunError, UserError
+from lockstep.errors import UserError
 from lockstep.settings import check, check_number, check_switch, check_whole
+from lockstep.tokens import sampling
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
 MOST_LAYERS = 10_000
-COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
-BROKEN = "the model's logits are infinite or not numbers; use another checkpoint"
-FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other
 
 
 class LanguageModel(nn.Module):
@@ -118,25 +115,15 @@ class LanguageModel(nn.Module):
         must be on the model's device. Raises a `UserError` if T is 0, `temperature` is negative or
         not finite, or `top_k` is below 1, and a `RunError` if logits are infinite or not numbers.
         """
-        check_sampling(tokens, temperature, top_k)
-        was_training = self.training
-        threads = torch.get_num_threads()
-        if len(tokens) * self.block_size * self.flops_per_token < 3 * FEW_OPERATIONS:
-            torch.set_num_threads(1)
-        self.eval()
-        tokens = tokens.long()
-        finite = torch.ones((), dtype=torch.bool, device=tokens.device)
-        for _ in range(length):  # not `self(...)`, which would be recompiled for each T
+
+        def next_logits(tokens: Tensor) -> Tensor:  # not `self(...)`, recompiled for each T
             last = self.features(tokens[:, -self.block_size :])[:, -1]  # (B, C)
-            logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
-            finite &= logits.isfinite().all()
-            chosen = sample_tokens(logits.float(), temperature, top_k, generator)
-            tokens = torch.cat([tokens, chosen], dim=1)
-        torch.set_num_threads(threads)
-        self.train(was_training)
-        if not finite:  # asked once: the host of a GPU waits for the answer
-            raise RunError(BROKEN)
-        return tokens
+            return functional.project_to_vocabulary(last, self.head, self.vocab_size)
+
+        sampling.check_sampling(tokens, temperature, top_k)
+        operations = len(tokens) * self.block_size * self.flops_per_token / 3
+        with sampling.evaluating(self, operations):
+            return sampling.continued(next_logits, tokens, length, temperature, top_k, generator)
 
     @property
     def num_parameters(self) -> int:
@@ -203,38 +190,3 @@ def check_heads(n_head: int, n_embd: int, n_kv_head: int | None = None) -> None:
     nearest = n_head * max(1, round(n_embd / n_head))
     rule = f"is not divisible by model.n_head={n_head}; nearest: model.n_embd={nearest}"
     check("model.n_embd", n_embd, n_embd % n_head == 0, rule)
-
-
-def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
-    """Raise a `UserError` for arguments that `generate` cannot use."""
-    if tokens.shape[1] == 0:
-        raise UserError("the prompt is empty; give at least one token")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(
-            f"temperature={temperature} must be at least 0; 0 picks the likeliest token"
-        )
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k={top_k} must be at least 1; omit it to sample from all tokens")
-
-
-def sample_tokens(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    """Sample one token, (B, 1), from each row of `logits`, (B, V)."""
-    if temperature < COLD:
-        return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < weakest, -math.inf)
-    return draw_tokens(F.softmax(logits / temperature, dim=-1), generator)
-
-
-def draw_tokens(likely: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one token, (B, 1), by the probabilities of each row of `likely`, (B, V).
-
-    The token whose probability is highest after division by an exponential random number is a
-    sample (Yellott 1977). `torch.multinomial` draws the same token, but also checks its arguments,
-    for which a GPU's host must wait twice.
-    """
-    times = torch.empty_like(likely).exponential_(generator=generator)
-    return (likely / times).argmax(dim=-1, keepdim=True)

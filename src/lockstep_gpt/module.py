@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
+import lockstep
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lockstep.functional import IGNORE, perplexity
 from torch import Tensor
 from torch.optim import Optimizer
 
-import lockstep
 from lockstep_gpt.language_model import LanguageModel
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, (B, T)

@@ -1,13 +1,12 @@
 """Optimizers of named weights: a YAML file can name a function here, or any other."""
 
 from collections.abc import Iterable
-from typing import Any
 
-from lockstep.errors import UserError
 from lockstep.muon.optimizer import Muon
 from lockstep.settings import check_number
+from lockstep.strategies.optimizers import keep_own_settings
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 NamedWeights = Iterable[tuple[str, nn.Parameter]]  # as `named_parameters` gives them
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
@@ -115,27 +114,3 @@ def _check(weight_decay: float, beta1: float, beta2: float, eps: float) -> None:
     check_number("optim.beta1", beta1, at_least=0, below=1)
     check_number("optim.beta2", beta2, at_least=0, below=1)
     check_number("optim.eps", eps, above=0)
-
-
-def keep_own_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state with the settings of `optimizer`, which a run may change on resume.
-
-    An optimizer calls it with each state that it loads, once it is registered:
-    `optimizer.register_load_state_dict_pre_hook(keep_own_settings)`. A rate that a scheduler
-    changes is the saved one: schedulers of torch don't set it again when they are restored.
-
-    Raises:
-        UserError: the state is of another optimizer.
-    """
-    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
-        raise UserError(
-            f"optim: the checkpoint has no state of {type(optimizer).__name__}, but of another "
-            "optimizer; use the same, or start a new run with its weights: init_from=CHECKPOINT"
-        )
-    groups = []
-    for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        group = {**ours, "params": saved["params"]}
-        if "initial_lr" in ours:  # a scheduler has put it there
-            group["lr"] = saved["lr"]
-        groups.append(group)
-    return {**state_dict, "param_groups": groups}

@@ -8,10 +8,8 @@ from lightning import Callback, LightningModule, Trainer
 from lockstep.loggers.tracking import tracked_runs
 from lockstep.settings import check_number, check_switch, check_whole
 from lockstep.strategies.placing import layout_of
+from lockstep.tokens.sampling import check_sampling, prompt_of
 from lockstep.tokens.tokenizer import Tokenizer, printable
-from lockstep.tokens.windows import read_windows
-
-from lockstep_gpt.language_model import check_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -110,20 +108,4 @@ def text_tokenizer(trainer: Trainer) -> Tokenizer | None:
 def prompt_from(data: Any, tokenizer: Tokenizer) -> str:
     """Return up to three words of a run's validation text; empty if it has no readable ones."""
     windows = getattr(data, "windows", {})
-    if "val" not in windows:
-        return ""
-    tokens, _ = read_windows(windows["val"], [0])
-    text = tokenizer.decode(tokens[0].tolist())
-    # A line starts like a sentence. A window may have no whole line, and its first word may be cut.
-    pieces = [*text.split("\n")[1:], text.partition(" ")[2]]
-    longest = max((_readable_words(piece)[:3] for piece in pieces), key=len)
-    return " ".join(longest)
-
-
-def _readable_words(text: str) -> list[str]:
-    unreadable = ("\ufffd", "<|")  # half a character, a special token
-    return [
-        word
-        for word in text.split()
-        if word.isprintable() and not any(part in word for part in unreadable)
-    ]
+    return prompt_of(windows["val"], tokenizer) if "val" in windows else ""

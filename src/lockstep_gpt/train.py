@@ -1,14 +1,13 @@
 """One run: on this machine's devices, under torchrun or srun, or on several machines."""
 
+import lockstep
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
-import lockstep
 from lockstep_gpt import CONFIGS
 from lockstep_gpt.initial_weights import load_initial_weights
 from lockstep_gpt.module import GPTModule, count_targets
-from lockstep_gpt.trained_model import next_commands
 
 
 def build(
@@ -64,7 +63,7 @@ def main(cfg: DictConfig, run: lockstep.Run) -> float:
     module, data, trainer = build(cfg, run)
     trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
     has_text = isinstance(module, GPTModule) and hasattr(data, "tokenizer")
-    run.next_commands = next_commands(run.path, has_text=has_text)
+    run.suggest(*(["generate"] if has_text else []), "evaluate")
     return run.finish(trainer, metric=cfg.checkpoint.monitor)
 
 

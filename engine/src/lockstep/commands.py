@@ -31,6 +31,8 @@ from lockstep.versions import VERSION
 # Of the engine; a project adds its own.
 OURS = {
     "train": Command("lockstep.commands:train", "train; by default the quickstart", True),
+    "prepare": Command("lockstep.tokens.command:main", "tokenize a dataset", True),
+    "evaluate": Command("lockstep.evaluation.command:main", "measure on held-out data", False),
     "check": Command("lockstep.testing.command:main", "compare runs on 1, 2, 4 ranks", True),
     "plan": Command("lockstep.cluster.plan:main", "predict memory, time, cost", True),
     "doctor": Command("lockstep.cluster.doctor:main", "check these machines", True),
@@ -45,9 +47,13 @@ OURS = {
 
 
 def table() -> dict[str, Command]:
-    """Return all commands of the current project: `train`, its own, then the engine's."""
-    own = project.current().commands
-    return {"train": OURS["train"], **own, **{name: OURS[name] for name in OURS if name not in own}}
+    """Return all commands of the current project: of each run, its own, then the engine's others.
+
+    A command of the project's stands in the place of the engine's of that name.
+    """
+    usual = {name: OURS[name] for name in ("train", "prepare", "evaluate")}
+    commands = {**usual, **project.current().commands}
+    return {**commands, **{name: OURS[name] for name in OURS if name not in commands}}
 
 
 def run() -> NoReturn:

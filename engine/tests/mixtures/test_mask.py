@@ -9,7 +9,6 @@ import torch
 from lockstep_gpt.data import Tokens
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
-from lockstep_gpt.trained_model import mask_if_configured
 from omegaconf import OmegaConf
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -26,6 +25,7 @@ from lockstep.mixtures.mask import (
     Documents,
     MaskDocuments,
     mask,
+    mask_if_configured,
 )
 from lockstep.tokens.tokenizer import ByteTokenizer
 

@@ -4,8 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt.evaluate import configuration, main
-from lockstep_gpt.measure import of_split
+from lockstep_gpt.evaluate import main, of_split
 from lockstep_gpt.trained_model import load_model
 
 from lockstep import commands as cli
@@ -15,6 +14,7 @@ from lockstep.checkpoints.reading import (
     write_checkpoint,
 )
 from lockstep.errors import UserError
+from lockstep.evaluation.command import configuration
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import load_index, open_split
 from lockstep.tokens.sources.stdlib import StandardLibrary

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt.measure import of_text
 from lockstep_gpt.trained_model import load_model
 
 from lockstep import commands as cli
 from lockstep.checkpoints.reading import find_checkpoint
 from lockstep.errors import UserError
+from lockstep.evaluation.measure import of_text
 from lockstep.tokens.tokenizer import ByteTokenizer
 
 T = 64
@@ -40,7 +40,7 @@ def test_every_token_of_a_text_of_any_length_counts_once(tmp_path, model, length
     text = (b"the quick brown fox " * 99)[:length]
     (tmp_path / "a.txt").write_bytes(text)
     with torch.inference_mode():
-        result = of_text(model, ByteTokenizer(), str(tmp_path / "a.txt"), batch_size)
+        result = of_text(model, ByteTokenizer(), str(tmp_path / "a.txt"), batch_size, T)
     loss, count = loss_by_hand(model, text)
     assert result["tokens"] == count == length
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
@@ -60,7 +60,7 @@ def test_what_is_no_text_is_one_clear_line(tmp_path, model, files, line):
     for name, content in files.items():
         (tmp_path / "texts" / name).write_bytes(content)
     with pytest.raises(UserError, match=line):
-        of_text(model, ByteTokenizer(), str(tmp_path / "texts"), 8)
+        of_text(model, ByteTokenizer(), str(tmp_path / "texts"), 8, T)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 import pytest
 import torch
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.language_model import draw_tokens
 
 from lockstep.errors import RunError, UserError
+from lockstep.tokens.sampling import draw_tokens
 
 VOCAB = 50
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -74,7 +74,7 @@ def test_generating_leaves_the_mode_and_the_weights_trainable(model: GPT) -> Non
 @pytest.mark.parametrize(("few", "threads"), [(1 << 30, 1), (0, 2)], ids=["small", "large"])
 def test_a_small_model_generates_on_one_thread(model: GPT, monkeypatch, few, threads) -> None:
     seen, features = [], model.features
-    monkeypatch.setattr("lockstep_gpt.language_model.FEW_OPERATIONS", few)
+    monkeypatch.setattr("lockstep.tokens.sampling.FEW_OPERATIONS", few)
     monkeypatch.setattr(
         model, "features", lambda tokens: seen.append(torch.get_num_threads()) or features(tokens)
     )

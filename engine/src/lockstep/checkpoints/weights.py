@@ -113,6 +113,31 @@ def _prefix_of(
     return prefixes[0]
 
 
+def restore(model: nn.Module, saved: Mapping[str, Tensor], path: Path, prefix: str = "") -> None:
+    """Load a checkpoint's weights into a model that was built for them.
+
+    Args:
+        model: gets all of its weights.
+        saved: the weights of a whole module.
+        path: of the checkpoint, for errors.
+        prefix: what the model's names begin with in the checkpoint, such as `model.`.
+
+    Raises:
+        UserError: they don't fit, or some are not finite.
+    """
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in saved.items()
+        if name.startswith(prefix)
+    }
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: {reason}; use the code that wrote it") from None
+    refuse_broken_weights(model.named_parameters(prefix.rstrip(".")), f"checkpoint {path}")
+
+
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
     """Let a model have these weights; every rank must call this.
 

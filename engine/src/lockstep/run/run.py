@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import math
+import shlex
 import shutil
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from lockstep.memory.writer import KeepsStates
 from lockstep.metrics.callback import Metrics
 from lockstep.metrics.file import MetricsFile
 from lockstep.metrics.rows import STEP
+from lockstep.processes import invocation
 from lockstep.ranks.cluster_environment import RanksEnvironment
 from lockstep.ranks.flight_recorder import record_collectives
 from lockstep.ranks.ranks import (
@@ -182,6 +184,11 @@ class Run:
         values = OmegaConf.to_container(OmegaConf.create(config or {}))
         directory.create(cast(dict[str, Any], values))
         return cls(path, cast(dict[str, Any], values), ranks=Ranks())
+
+    def suggest(self, *commands: str) -> None:
+        """Name the project's commands that a person may give the finished run, at its end."""
+        run = shlex.quote(str(self.path))
+        self.next_commands = [f"{invocation()} {name} {run}" for name in commands]
 
     @property
     def path(self) -> Path:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import logging
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,6 +18,8 @@ from typing import Any
 
 from lockstep import project
 from lockstep.run.directory import some_of
+
+logger = logging.getLogger(__name__)
 
 ENGINE = Path(__file__).resolve().parents[1]
 # The engine's folders and files that compute updates.
@@ -66,9 +70,29 @@ def changes_since(
 
 def files_of(model: Any) -> list[str]:
     """Return the names of the files that define the layers of a model, without libraries'."""
-    classes = {type(module) for module in model.modules()}
-    files = [Path(inspect.getfile(each)).resolve() for each in classes]
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    files = [Path(inspect.getfile(each)).resolve() for each in classes if _has_file(each)]
     return sorted({_name_of(file) for file in files if _is_ours(file)})
+
+
+def _has_file(kind: type) -> bool:
+    """Return whether a class is in a file, not in a library's compiled part."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) is not None
+
+
+def tell_changes(path: Path, content: Mapping[str, Any], model: Any) -> None:
+    """Warn if the code of a model has changed since it was trained.
+
+    Args:
+        path: of the checkpoint.
+        content: of the checkpoint.
+        model: built for its weights.
+    """
+    starts = content.get("arithmetic") or {}
+    trained_by = starts[max(starts)].get("code") if starts else None
+    changed = changes_since(trained_by, files_of(model))
+    if changed and os.environ.get("RANK", "0") == "0":  # under torchrun, one of the ranks
+        logger.warning("changed since %s was trained: %s", path, changed)
 
 
 def _imported() -> list[Path]:

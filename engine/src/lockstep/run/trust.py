@@ -4,13 +4,14 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from lockstep import project
 from lockstep.errors import UserError
 from lockstep.run.directory import RunDirectory, flat, settled, some_of
 
@@ -100,3 +101,24 @@ def permit_values(
         with contextlib.suppress(OSError):  # without a record, commands need trust_run_dir again
             record.parent.mkdir(parents=True, exist_ok=True)
             record.touch()
+
+
+def refuse_foreign(
+    path: Path, values: dict[str, Any], groups: Collection[str], trusted: bool
+) -> None:
+    """Raise a `UserError` for classes of someone else in what a command builds of a checkpoint.
+
+    Known are those that the project's settings and Lightning have, and those of runs that were
+    started here.
+
+    Args:
+        path: of the checkpoint, for the error.
+        values: its whole configuration, or its run's.
+        groups: what the command builds.
+        trusted: whether the user says that the author is trusted.
+    """
+    configs = [project.current().configs]
+    whole = settled(values)
+    built = {name: whole[name] for name in groups if name in whole}
+    if foreign_settings(built, configs):
+        permit_values(values, trusted, f"{path}: its configuration", "--trust", folders=configs)

@@ -1,12 +1,14 @@
 """What our strategies add to the optimizers that a module returns."""
 
 import weakref
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import nn
+from torch.optim import Optimizer
 
+from lockstep.errors import UserError
 from lockstep.strategies.restored_states import copy_restored_state
 
 COMPILED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that `place` has compiled
@@ -40,3 +42,27 @@ class PreparesOptimizers(Strategy):
             if isinstance(optimizer, SharesWork):
                 optimizer.share_work(self, compiled)
             optimizer.register_load_state_dict_post_hook(copy_restored_state)
+
+
+def keep_own_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state with the settings of `optimizer`, which a run may change on resume.
+
+    An optimizer calls it with each state that it loads, once it is registered:
+    `optimizer.register_load_state_dict_pre_hook(keep_own_settings)`. A rate that a scheduler
+    changes is the saved one: schedulers of torch don't set it again when they are restored.
+
+    Raises:
+        UserError: the state is of another optimizer.
+    """
+    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+        raise UserError(
+            f"optim: the checkpoint has no state of {type(optimizer).__name__}, but of another "
+            "optimizer; use the same, or start a new run with its weights: init_from=CHECKPOINT"
+        )
+    groups = []
+    for saved, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        group = {**ours, "params": saved["params"]}
+        if "initial_lr" in ours:  # a scheduler has put it there
+            group["lr"] = saved["lr"]
+        groups.append(group)
+    return {**state_dict, "param_groups": groups}

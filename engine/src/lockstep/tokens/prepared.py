@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,27 @@ class Prepared:
             )
         windows = self.windows[split]
         return eval_loaders(windows, windows.counts if used is None else used, batch, trainer)
+
+    def bits_per_byte(self, split: str, loss: float, targets: int) -> float | None:
+        """Return how well a text is compressed.
+
+        Args:
+            split: that was measured, such as `val`.
+            loss: its mean, in nats per token.
+            targets: how many tokens the mean is over.
+
+        Returns:
+            None if the split is no text, or not all of its tokens are targets: the number of bytes
+            is known only for all of them together.
+        """
+        index = load_index(self.folder)
+        parts = [index.splits[name] for name in index.parts(split).values()]
+        windows = sum(self.windows[split].counts.values())
+        whole = (windows * self.block_size, sum(part.tokens - 1 for part in parts))
+        text_bytes = index.splits[split].text_bytes
+        if not text_bytes or targets not in whole:
+            return None
+        return loss / math.log(2) * (index.splits[split].tokens / text_bytes)
 
     def state(self) -> dict[str, Any]:
         """Return what checkpoints say of the tokens."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
@@ -22,6 +23,8 @@ from lockstep.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
 logger = logging.getLogger(__name__)
 
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
+# Two tokenizers that give the same ids for this text differ in the rarest words at most.
+WORDS = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
 PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
 
 
@@ -153,3 +156,28 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
                 f"tokenizer kind {kind!r} is not one of {known}, nor a class of this project; use "
                 "the code that wrote it"
             )
+
+
+def saved_tokenizer(path: Path, content: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer that a data module has saved, whatever its class is called.
+
+    Args:
+        path: of the checkpoint, for the error.
+        content: of the checkpoint.
+
+    Raises:
+        UserError: it has none.
+    """
+    for state in content.values():
+        if isinstance(state, dict) and {"tokenizer", "fingerprint"} <= state.keys():
+            return from_dict(state["tokenizer"])
+    raise UserError(f"{path} has no tokenizer; use a checkpoint of a run on tokens")
+
+
+def encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return whether two tokenizers give the same ids for text; without text, whether equal."""
+    if first.vocab_size != second.vocab_size:
+        return False
+    if first.end_of_text is None or second.end_of_text is None:
+        return first.to_dict() == second.to_dict()
+    return bool(first.encode(WORDS).tolist() == second.encode(WORDS).tolist())

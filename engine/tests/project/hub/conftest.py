@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from lockstep_gpt.export import export
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.hub.folder import export
 from lockstep_gpt.modern import ModernGPT
 from tokenizers import ByteLevelBPETokenizer
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lockstep_gpt import gpt, modern
-from lockstep_gpt.hub.expected_logits import ACTIVATIONS, gpt2_logits
-from lockstep_gpt.hub.folder import export
-from lockstep_gpt.hub.layouts import GPT2_COMPUTES, LAYOUTS
+from lockstep_gpt.export import export
+from lockstep_gpt.layouts import GPT2_COMPUTES, LAYOUTS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lockstep import commands as cli
 from lockstep.errors import UserError
+from lockstep.hub.gpt2 import ACTIVATIONS
+from lockstep.hub.gpt2 import logits_of as gpt2_logits
 from lockstep.tokens.tokenizer import ByteTokenizer
 
 
@@ -33,7 +34,7 @@ def test_the_formula_of_an_export_is_that_of_transformers(pair):
     model, folder = pair
     tokens = torch.randint(256, (24,))
     config = json.loads((folder / "config.json").read_text())
-    formula = LAYOUTS[type(model).__name__].check.formula
+    formula = LAYOUTS[type(model).__name__].formula
     found = formula(tokens, config, load_file(folder / "model.safetensors"))
     torch.testing.assert_close(found, logits_of(folder, tokens), rtol=1e-5, atol=1e-5)
 

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep_gpt.hub.exported_tokenizer import as_files
 from transformers import AutoTokenizer
 
 from lockstep.errors import UserError
+from lockstep.hub.tokenizer import as_files
 from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
 
 ENOUGH = 400  # examples

@@ -8,9 +8,7 @@ import sys
 
 import pytest
 import torch
-from lockstep_gpt.hub import folder as module
-from lockstep_gpt.hub.card import MARK
-from lockstep_gpt.hub.folder import export, main
+from lockstep_gpt.export import export, main
 from lockstep_gpt.trained_model import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +19,8 @@ from lockstep.checkpoints.reading import (
     write_checkpoint,
 )
 from lockstep.errors import UserError
+from lockstep.hub import folder as module
+from lockstep.hub.card import mark
 from lockstep.optional import install_command
 from lockstep.tokens.tokenizer import ByteTokenizer
 
@@ -146,7 +146,7 @@ def test_an_export_takes_the_next_checkpoint_if_the_run_replaces_the_newest(
             remove_checkpoint(first)
         return load_model(path, *options)
 
-    monkeypatch.setattr(module, "load_model", load_after_replacement)
+    monkeypatch.setattr("lockstep_gpt.export.load_model", load_after_replacement)
     assert main([str(tmp_path)]) == 0
     assert f"`{second.name}`" in (tmp_path / "export/README.md").read_text(encoding="utf-8")
 
@@ -196,7 +196,7 @@ def test_an_empty_folder_is_filled(gpt, tmp_path):
 
 
 def test_an_architecture_unknown_to_transformers_is_rejected(shaped, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep_gpt.hub.layouts.LAYOUTS", {"other": None})
+    monkeypatch.setattr("lockstep_gpt.layouts.LAYOUTS", {"other": None})
     with pytest.raises(UserError, match="GPT is not one of other, which transformers"):
         export(saved(shaped(), ByteTokenizer()), tmp_path / "new")
     assert not list(tmp_path.iterdir())
@@ -206,7 +206,9 @@ def test_a_layer_missing_in_gpt_2_is_rejected(shaped, saved, tmp_path, monkeypat
     model = shaped()
     model.extra_norm = torch.nn.LayerNorm(4)
     source = saved(shaped(), ByteTokenizer())
-    monkeypatch.setattr(module, "load_model", lambda *_, **__: (model, None, ByteTokenizer()))
+    monkeypatch.setattr(
+        "lockstep_gpt.export.load_model", lambda *_, **__: (model, None, ByteTokenizer())
+    )
     with pytest.raises(UserError, match=r"extra_norm.weight does not exist in GPT-2; describe"):
         export(source, tmp_path / "new")
     assert not list(tmp_path.iterdir())
@@ -239,7 +241,7 @@ def test_a_failed_write_changes_nothing(gpt, tmp_path, monkeypatch, force):
 def test_a_full_disk_is_one_line_and_keeps_the_earlier_export(gpt, tmp_path):
     target = tmp_path / "new"
     target.mkdir()
-    (target / "README.md").write_text(MARK)
+    (target / "README.md").write_text(mark())
     with pytest.raises(UserError, match=r"new cannot be written \(.*File too large.*\); name an"):
         export(gpt, target, force=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["new", "README.md"]

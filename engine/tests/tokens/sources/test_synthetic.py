@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_gpt import generate
-from lockstep_gpt.evaluate import configuration
-from lockstep_gpt.measure import of_split
+from lockstep_gpt.evaluate import of_split
 
 from lockstep.checkpoints.reading import find_checkpoint, read_checkpoint
 from lockstep.errors import UserError
+from lockstep.evaluation.command import configuration
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import open_split
 from lockstep.tokens.sources.source import Position

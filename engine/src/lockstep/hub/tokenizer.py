@@ -22,7 +22,7 @@ def as_files(tokenizer: Tokenizer, block_size: int) -> Files:
     if values["kind"] not in MAKERS:
         raise UserError(
             f"tokenizer kind {values['kind']!r} is not one of {', '.join(MAKERS)}, which can be "
-            "exported; describe it in extras/hub/exported_tokenizer.py"
+            "exported; use one of these"
         )
     content = MAKERS[values["kind"]](values)
     end = end_of_text(content, tokenizer.end_of_text)

@@ -1,47 +1,42 @@
-"""Measures a trained module on held-out data, or a GPT on any text, on one or more ranks."""
+"""Measures a trained module on held-out data, or a language model on any text, on all ranks."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lockstep
 import numpy as np
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lockstep.batch import Batch
+from lockstep.building import build
 from lockstep.checkpoints.content import refuse_broken_weights
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import UserError
 from lockstep.functional import IGNORE, perplexity
-from lockstep.metrics.mean import entries_of_ranks
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.mean import Mean, entries_of_ranks
 from lockstep.ranks.cluster_environment import RanksEnvironment
 from lockstep.ranks.ranks import Ranks, connect, from_each_rank, leave
 from lockstep.run import rank_output
-from lockstep.tokens import shards
+from lockstep.run.source_code import tell_changes
+from lockstep.schedule import Schedule
 from lockstep.tokens.sources.files import find_files
 from lockstep.tokens.sources.source import Block, Position
 from lockstep.tokens.sources.text import Text
 from lockstep.tokens.tokenizer import Tokenizer
 from lockstep.tokens.windows import Batch as Pair
-from omegaconf import DictConfig
-from tqdm import tqdm
-
-from lockstep_gpt.data import Tokens
-from lockstep_gpt.language_model import LanguageModel
-from lockstep_gpt.module import GPTModule, count_targets
-from lockstep_gpt.trained_model import (
-    OUR_MODULE,
-    SAMPLES,
-    mask_if_configured,
-    tell_changes,
-)
 
 LONGEST_WAIT = 1800.0  # seconds for the other ranks
 # Lightning also says that callbacks of training are absent.
@@ -66,96 +61,106 @@ def of_split(
     split: str = "val",
     batch_size: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a trained module on a split of its run's data, which is prepared if it is missing.
+    """Return what a trained module logs, over all samples of a split of its run's data.
+
+    See `Trained` for the arguments.
+    """
+    return Trained(cfg, checkpoint, content, batch_size).measured(split)
+
+
+class Trained:
+    """A trained module and its run's data, which are prepared if they are missing.
 
     Args:
-        cfg: what `evaluate.configuration` returned.
+        cfg: what `command.configuration` returned.
         checkpoint: its path, for errors.
         content: of the checkpoint.
-        split: `val` or `test`.
-        batch_size: samples at a time, on each rank; None: `SAMPLES` of the GPT, and of another
-            module as many as in training.
-
-    Returns:
-        what the module logs, over all samples. Of the GPT: `val/loss` in nats per token, and
-        `val/perplexity`, or `test/...`; the number of targets, `tokens`; and, if the split is text
-        whose tokens are all targets, `bits_per_byte`.
+        batch_size: samples at a time, on each rank; None: as many as in training.
 
     Raises:
-        UserError: the data can't be prepared, it has no such split, or the weights don't fit.
+        UserError: the data can't be prepared, or the configuration has no LightningModule.
     """
-    batch = _batch_of(cfg, batch_size)
-    data = lockstep.build(cfg.data, batch=batch, seed=cfg.get("seed", 0))
-    torch.manual_seed(cfg.get("seed", 0))
-    vocab_size = getattr(data, "vocab_size", None)
-    no_step = lockstep.Schedule(steps=1, peak=1.0)
-    module = lockstep.build(cfg.module, schedule=no_step, vocab_size=vocab_size)
-    if not isinstance(module, LightningModule):
-        target = cfg.module["_target_"]
-        raise UserError(f"module._target_={target} is no LightningModule; name a class that is one")
-    if isinstance(module, GPTModule):
-        mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
-        tell_changes(checkpoint, content, module.model)
-    weights = content["state_dict"]
-    names = [name for name, _ in module.named_parameters() if name in weights]
-    refuse_broken_weights(((name, weights[name]) for name in names), f"checkpoint {checkpoint}")
-    result = _measured(module, data, cfg, checkpoint, content, split)
-    if isinstance(data, Tokens) and "tokens" in result:
-        index = shards.load_index(data.prepared.folder)
-        text_bytes = index.splits[split].text_bytes
-        # The number of bytes is known only for all tokens together.
-        if text_bytes and result["tokens"] in _counts_of_all_targets(data, index, split):
-            tokens_per_byte = index.splits[split].tokens / text_bytes
-            result["bits_per_byte"] = result[f"{split}/loss"] / math.log(2) * tokens_per_byte
-    return result
 
+    def __init__(
+        self,
+        cfg: DictConfig,
+        checkpoint: Path,
+        content: dict[str, Any],
+        batch_size: int | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.content = content
+        self.is_double = cfg.get("precision") == "64-true"
+        seed = cfg.get("seed", 0)
+        self.data: LightningDataModule = build(
+            cfg.data, batch=_batch_of(cfg, batch_size), seed=seed
+        )
+        torch.manual_seed(seed)
+        vocab_size = getattr(self.data, "vocab_size", None)
+        no_step = Schedule(steps=1, peak=1.0)
+        module = build(cfg.module, schedule=no_step, vocab_size=vocab_size)
+        if not isinstance(module, LightningModule):
+            target = cfg.module["_target_"]
+            raise UserError(
+                f"module._target_={target} is no LightningModule; name a class that is one"
+            )
+        self.module = module
 
-def _batch_of(cfg: DictConfig, batch_size: int | None) -> lockstep.Batch:
-    """Return how the ranks that are here share samples, without accumulation."""
-    ranks = Ranks.from_environment()
-    trained: Any = cfg.get("batch") or {}
-    share = (trained.get("global_size") or 1) // ranks.world_size
-    usual = trained.get("micro_size") or max(1, share)
-    if cfg.module.get("_target_") == OUR_MODULE:
-        usual = SAMPLES
-    batch = lockstep.Batch(micro_size=batch_size or usual)
-    return batch.spread_over(ranks.local_world_size, ranks.num_nodes)
+    def measured(
+        self, split: str, count: Callable[[Any], Tensor] | None = None, counted: str = "tokens"
+    ) -> dict[str, Any]:
+        """Return what the validation or test steps log, the same on all ranks.
 
+        Args:
+            split: `val` or `test`.
+            count: of a micro-batch, what the result should also have the sum of; None: nothing.
+            counted: the name of this sum.
 
-def _measured(
-    module: LightningModule,
-    data: LightningDataModule,
-    cfg: DictConfig,
-    checkpoint: Path,
-    content: dict[str, Any],
-    split: str,
-) -> dict[str, Any]:
-    """Return what the validation or test steps log, the same on all ranks."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    is_double = cfg.get("precision") == "64-true"
-    if is_double:
-        module.double()  # the Trainer would only do so after loading the weights
-    metrics = lockstep.Metrics()
-    targets = CountedTargets() if isinstance(module, GPTModule) else None
-    callbacks = [metrics] if targets is None else [targets, metrics]
-    with warnings.catch_warnings():
-        for pattern in NOISE:
-            warnings.filterwarnings("ignore", pattern)
-        trainer = _trainer(callbacks, content, is_double=is_double)
+        Raises:
+            UserError: the data have no such split, or the weights don't fit.
+        """
+        tell_changes(self.checkpoint, self.content, self.module)
+        weights = self.content["state_dict"]
+        names = [name for name, _ in self.module.named_parameters() if name in weights]
+        of_file = f"checkpoint {self.checkpoint}"
+        refuse_broken_weights(((name, weights[name]) for name in names), of_file)
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        if self.is_double:
+            self.module.double()  # the Trainer would only do so after loading the weights
+        metrics = Metrics()
+        counter = Counter(count) if count else None
+        callbacks = [counter, metrics] if counter else [metrics]
+        with warnings.catch_warnings():
+            for pattern in NOISE:
+                warnings.filterwarnings("ignore", pattern)
+            trainer = _trainer(callbacks, self.content, is_double=self.is_double)
+            self._run(trainer, split)
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        result: dict[str, Any] = {**logged, **metrics.row}  # the latter with all their digits
+        return {**result, counted: counter.of_all_ranks} if counter else result
+
+    def _run(self, trainer: Trainer, split: str) -> None:
         run = trainer.validate if split == "val" else trainer.test
         try:
             # The path only says that there are weights: their content is already read.
-            run(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)
+            run(self.module, datamodule=self.data, ckpt_path=str(self.checkpoint), verbose=False)
         except MisconfigurationException as error:  # such as a split without a loader
             raise UserError(" ".join(str(error).split())) from None
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
                 raise
             reason = " ".join(str(error).split())
-            raise UserError(f"{checkpoint}: {reason}; use the code that wrote it") from None
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    result: dict[str, Any] = {**logged, **metrics.row}  # the latter with all their digits
-    return result if targets is None else {**result, "tokens": targets.of_all_ranks}
+            raise UserError(f"{self.checkpoint}: {reason}; use the code that wrote it") from None
+
+
+def _batch_of(cfg: DictConfig, batch_size: int | None) -> Batch:
+    """Return how the ranks that are here share samples, without accumulation."""
+    ranks = Ranks.from_environment()
+    trained: Any = cfg.get("batch") or {}
+    share = (trained.get("global_size") or 1) // ranks.world_size
+    usual = trained.get("micro_size") or max(1, share)
+    batch = Batch(micro_size=batch_size or usual)
+    return batch.spread_over(ranks.local_world_size, ranks.num_nodes)
 
 
 class ReadAlready(AtomicCheckpointIO):
@@ -174,12 +179,17 @@ class ReadAlready(AtomicCheckpointIO):
         return dict(self.content)
 
 
-class CountedTargets(Callback):
-    """Counts the targets of a GPT's micro-batches that aren't padding."""
+class Counter(Callback):
+    """Adds what a function counts in each micro-batch, over all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        count: returns the number of a micro-batch.
+    """
+
+    def __init__(self, count: Callable[[Any], Tensor]) -> None:
         self.of_all_ranks = 0
-        self._counts: list[torch.Tensor] = []
+        self._count = count
+        self._counts: list[Tensor] = []
 
     def on_validation_batch_end(
         self,
@@ -190,8 +200,8 @@ class CountedTargets(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count those of one micro-batch."""
-        self._counts.append(count_targets(batch))
+        """Count one micro-batch."""
+        self._counts.append(self._count(batch))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -231,26 +241,20 @@ def _trainer(callbacks: list[Any], content: dict[str, Any], *, is_double: bool) 
     )
 
 
-def _counts_of_all_targets(data: Tokens, index: shards.Index, split: str) -> tuple[int, int]:
-    """Return how many targets a split has in all, in windows of a stream and in packed ones."""
-    windows = sum(data.windows[split].counts.values())
-    parts = [index.splits[name] for name in index.parts(split).values()]
-    return windows * data.tokens_per_sample, sum(part.tokens - 1 for part in parts)
-
-
 def of_text(
-    model: LanguageModel, tokenizer: Tokenizer, path: str, batch_size: int
+    model: nn.Module, tokenizer: Tokenizer, path: str, batch_size: int, block_size: int
 ) -> dict[str, float]:
     """Measure a model on all tokens of text files but the first, which no token comes before.
 
     Args:
-        model: on the device where it should run.
+        model: returns the mean loss of tokens and targets, each (B, T), in nats, on its device.
         tokenizer: of the model.
         path: a file, a folder, a glob, or a URL.
         batch_size: windows at a time; with several ranks, on each.
+        block_size: tokens of a window, T.
 
     Returns:
-        means, as `of_split` returns them.
+        `loss`, `perplexity`, and `bits_per_byte`, and the number of targets, `tokens`.
 
     Raises:
         UserError: there are no files, or they aren't text.
@@ -267,12 +271,12 @@ def of_text(
     if len(ids) < 2:
         raise UserError(f"--data={path} has no text; give a file or a folder with some")
     device = next(model.parameters()).device
-    block_size = model.block_size
     windows = -(-(len(ids) - 1) // block_size)  # rounded up
     ranks = Ranks.from_environment()
     firsts = range(ranks.rank * batch_size, windows, ranks.world_size * batch_size)
     numbers = [range(first, min(first + batch_size, windows)) for first in firsts]
-    result = _measure(model, _batches(ids, numbers, block_size, device), len(numbers))
+    with torch.inference_mode():
+        result = _measure(model, _batches(ids, numbers, block_size, device), len(numbers))
     result["bits_per_byte"] = result["loss"] / math.log(2) * result["tokens"] / text_bytes
     return result
 
@@ -299,7 +303,7 @@ def _batches(
         yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
 
 
-def _measure(model: LanguageModel, batches: Iterator[Pair], count: int) -> dict[str, float]:
+def _measure(model: nn.Module, batches: Iterator[Pair], count: int) -> dict[str, float]:
     """Return loss, perplexity, and the number of targets, over the batches of all ranks.
 
     Args:
@@ -307,7 +311,7 @@ def _measure(model: LanguageModel, batches: Iterator[Pair], count: int) -> dict[
         batches: of this rank.
         count: how many there are, for the progress bar of rank 0, which only a terminal shows.
     """
-    mean = lockstep.Mean("loss", also={"perplexity": perplexity})
+    mean = Mean("loss", also={"perplexity": perplexity})
     disable = None if Ranks.from_environment().rank == 0 else True
     for tokens, targets in tqdm(batches, "evaluating", count, leave=False, disable=disable):
         mean.update(model(tokens, targets), weight=(targets != IGNORE).sum())

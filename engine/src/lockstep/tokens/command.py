@@ -1,4 +1,4 @@
-"""`lockstep-gpt prepare`: create a source's token files before a run needs them."""
+"""`prepare`: create a source's token files before a run needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lockstep import processes, stop_signals
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import processes, project, stop_signals
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import composed, targets
@@ -19,13 +21,10 @@ from lockstep.logs import LEVELS, log_to_stdout
 from lockstep.settings import check_choice
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import check_block_size, load_index
-from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import CONFIGS, PROJECT
-
-HELP = f"""\
-usage: {PROJECT.program} prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]
-Tokenize a dataset, as {PROJECT.program} train does if needed, with the same settings.
+HELP = """\
+usage: PROGRAM prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]
+Tokenize a dataset, as PROGRAM train does if needed, with the same settings.
 --verify compares existing token files with their SHA-256."""
 VERIFY = "--verify"
 
@@ -33,14 +32,15 @@ VERIFY = "--verify"
 @log_to_stdout()
 def main(words: list[str]) -> int:
     """Prepare the tokens that these settings describe, or those of each job of a sweep."""
+    ours = project.current()
     if "--help" in words:
-        print(HELP)
+        print(HELP.replace("PROGRAM", ours.program))
         return 0
     processes.name_program(sys.modules["__main__"], f"{processes.invocation()} prepare")
     stop_signals.install(has_keyboard=True).interrupt()
     settings = [word for word in words if word != VERIFY]
     jobs = Jobs(partial(_prepare, verify=VERIFY in words), settings)
-    source = composed.Source(_prepare, str(CONFIGS), "train", "1.3")
+    source = composed.Source(_prepare, str(ours.configs), ours.config_name, "1.3")
     with tempfile.TemporaryDirectory() as folder:  # for what Hydra itself writes
         places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
         words = composed.with_overrides(settings, places)
@@ -56,7 +56,7 @@ def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     if "source" not in data:
         raise UserError(
             f"data._target_={data['_target_']} has no source of tokens, so there is nothing to "
-            f"prepare; choose another data, as in {PROJECT.program} prepare data=stdlib"
+            f"prepare; choose another data, as in {project.program()} prepare data=stdlib"
         )
     values: Any = OmegaConf.to_container(config, resolve=True)
     targets.refuse_mistakes({"data": {"source": values["data"]["source"]}})

@@ -1,4 +1,4 @@
-"""Weights that transformers wrote, for `init_from`."""
+"""Weights that transformers wrote, for a model that begins with them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from lockstep.errors import UserError
+from lockstep.hub.layout import Layout, Model
 from lockstep.optional import import_optional
 from lockstep.settings import as_typed
 from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_choice import WORDS
 from lockstep.tokens.tokenizer_files import ON_HUB, SIZES
-from torch import Tensor
-
-from lockstep_gpt.hub.layouts import (
-    Layout,
-    import_weights,
-    layout_of,
-)
-from lockstep_gpt.initial_weights import POSITIONS, PROBE
-from lockstep_gpt.language_model import LanguageModel
 
 WEIGHTS = "model.safetensors"
 FILES = '"*.json" "*.safetensors"'  # of a repository on the hub
@@ -30,7 +25,7 @@ SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
 
 
 def weights_of_folder(
-    folder: Path, model: LanguageModel, tokenizer: Tokenizer | None, source: str
+    folder: Path, model: Model, tokenizer: Tokenizer | None, layout: Layout, source: str
 ) -> tuple[dict[str, Tensor], int]:
     """Return the weights of a folder with the names and shapes of `model`, and their context.
 
@@ -40,11 +35,10 @@ def weights_of_folder(
     Raises:
         UserError: the architecture, shape, or vocabulary differs; the message starts with `source`.
     """
-    layout = layout_of(model, source)
     saved = _settings(folder, source)
     _check_settings(saved, model, layout, source)
     _check_tokenizer(folder, saved, tokenizer, source)
-    weights = import_weights(dict(_weights(folder, source)), model, layout, source)
+    weights = layout.imported(dict(_weights(folder, source)), model, source)
     (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
     return weights, longest
 
@@ -66,16 +60,14 @@ def _settings(folder: Path, source: str) -> dict[str, Any]:
         ) from None
 
 
-def _check_settings(
-    saved: dict[str, Any], model: LanguageModel, layout: Layout, source: str
-) -> None:
+def _check_settings(saved: dict[str, Any], model: Model, layout: Layout, source: str) -> None:
     """Reject a model that the weights don't fit; each error names the remedy."""
     if saved.get("model_type") != layout.model_type:
         raise UserError(
             f"{source} is for {saved.get('model_type')}, but {type(model).__name__} needs "
             f"{layout.model_type}; give a {layout.model_type} folder"
         )
-    learned = POSITIONS in model.state_dict()
+    learned = layout.positions in model.state_dict()
     for theirs, ours in layout.names.items():
         theirs_is = saved.get(theirs)
         ours_is = getattr(model, ours)
@@ -117,7 +109,7 @@ def _check_tokenizer(
     if tokenizer.end_of_text is None:
         return  # the tokens never were text
     ids = _ids_of_probe(folder, source)
-    if ids is not None and ids != tokenizer.encode(PROBE).tolist():
+    if ids is not None and ids != tokenizer.encode(WORDS).tolist():
         raise UserError(f"{source} tokenizes text differently than the data; {remedy}")
 
 
@@ -134,7 +126,7 @@ def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
             tokenizer = lib.Tokenizer.from_file(str(single))
         else:
             tokenizer = lib.ByteLevelBPETokenizer.from_file(*map(str, pair))
-        return list(tokenizer.encode(PROBE, add_special_tokens=False).ids)
+        return list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
     except Exception as error:  # the library doesn't have its own error class
         raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error
 

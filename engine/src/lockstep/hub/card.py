@@ -6,23 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from lockstep import project
 from lockstep.checkpoints.content import samples_of
 from lockstep.damaged_files import read_informative_object
+from lockstep.hub.layout import Model
 from lockstep.loggers.tracking import git_state
 from lockstep.run.directory import settled
 
-from lockstep_gpt import PROJECT
-from lockstep_gpt.language_model import LanguageModel
-
 # Settings that determine the weights.
 GROUPS = ("model", "data", "optim", "schedule", "batch")
-MARK = f"Trained and exported by `{PROJECT.program}`."  # identifies a folder as an export
 SINGLE = ("seed", "max_steps", "precision", "clip_norm", "lr_scaling")
 
 
-def model_card(
-    content: dict[str, Any], model: LanguageModel, source: Path, code: str | None
-) -> str:
+def mark() -> str:
+    """Return the line that identifies a folder as an export."""
+    return f"Trained and exported by `{project.program()}`."
+
+
+def model_card(content: dict[str, Any], model: Model, source: Path, code: Path | None) -> str:
     """Return README.md of an exported checkpoint.
 
     Args:
@@ -43,7 +45,7 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-{MARK}
+{mark()}
 
 | | |
 |---|---|
@@ -77,7 +79,7 @@ def _name(source: Path) -> str:
 
 
 def _facts(
-    content: dict[str, Any], config: dict[str, Any], model: LanguageModel, source: Path
+    content: dict[str, Any], config: dict[str, Any], model: Model, source: Path
 ) -> list[tuple[str, str]]:
     loss = _validation_loss(content)
     step = content.get("global_step")
@@ -95,7 +97,7 @@ def _facts(
     ]
 
 
-def _tokens_seen(content: dict[str, Any], model: LanguageModel) -> int | None:
+def _tokens_seen(content: dict[str, Any], model: Model) -> int | None:
     """Return how many tokens the run has trained on."""
     samples = samples_of(content)
     return None if samples is None else samples * model.block_size
@@ -124,7 +126,7 @@ def _revision(source: Path) -> str:
     state = read_informative_object(path)
     if not {"git_revision", "git_dirty"} <= state.keys():
         when = "exported"
-        state = git_state(Path(__file__).parent)
+        state = git_state(project.current().configs)
     if not state:
         return "not in git"
     changed = ", with changes that are not in it" if state["git_dirty"] else ""

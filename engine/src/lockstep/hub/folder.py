@@ -1,4 +1,4 @@
-"""`lockstep-gpt export RUN|CHECKPOINT`: writes a folder that transformers loads."""
+"""`export RUN|CHECKPOINT`: writes a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.command_line import parser_of_run
 from lockstep.errors import UserError
 from lockstep.optional import import_optional
 from lockstep.tokens.tokenizer import Tokenizer
 
-from lockstep_gpt.hub.exported_tokenizer import as_files
-from lockstep_gpt.trained_model import load_model, parser_of
+if TYPE_CHECKING:
+    from lockstep.hub.layout import Layout, Model
 
 
-def main(arguments: list[str]) -> int:
-    """Write the folder, and print where it is and how to load it."""
+def run_command(arguments: list[str], export: Callable[[Path, Path, bool, bool], None]) -> int:
+    """Export as a command line says, and print where the folder is and how to load it.
+
+    Args:
+        arguments: of the command line.
+        export: exports a checkpoint to a folder; may be told to replace an earlier export there,
+            and to trust the classes that only the run's configuration names.
+    """
     about = "Write a trained model as a folder that Hugging Face's transformers loads."
-    parser = parser_of("export", about)
+    parser = parser_of_run("export", about)
     to = "the folder (default: export in the run directory)"
     parser.add_argument("--to", type=Path, help=to)
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
@@ -47,44 +54,39 @@ def _next_to(source: Path) -> Path:
     return run / "export"
 
 
-def export(source: Path, target: Path, force: bool = False, trusted: bool = False) -> None:
-    """Export the checkpoint `source` to the folder `target`, completely or not at all.
+def write_export(
+    target: Path, source: Path, model: Model, tokenizer: Tokenizer, layout: Layout
+) -> None:
+    """Export a model to the folder `target`, completely or not at all.
 
     Args:
-        source: a checkpoint's file.
-        target: a folder that doesn't exist yet or is empty.
-        force: replace an earlier export in `target`.
-        trusted: whether classes may be used that only the run's configuration names.
+        target: a folder that `refuse_occupied` has let pass.
+        source: the checkpoint's file.
+        model: built with its weights, in evaluation mode.
+        tokenizer: of the model.
+        layout: how transformers describes the model.
 
     Raises:
-        UserError: `target` contains something else, or transformers can't load such a model or
-            would compute something else.
+        UserError: transformers would compute something else, or the folder can't be written.
     """
-    from lockstep_gpt.hub.card import model_card
-    from lockstep_gpt.hub.layouts import export_weights, layout_of
+    from lockstep.hub.card import model_card
+    from lockstep.hub.tokenizer import as_files
 
-    target = target.resolve()  # gives `.` a name and a parent, and follows links
-    _refuse_occupied(target, force)
-    model, _, tokenizer = load_model(source, trusted)
-    why = f"{source} cannot be exported"
-    layout = layout_of(model, why)
-    weights = export_weights(model, layout)
+    weights = layout.exported(model)
     settings = layout.settings(model)
-    if layout.check:
-        layout.check.refuse_other_logits(model, settings, weights, why)
+    layout.refuse_other_logits(model, settings, weights, f"{source} cannot be exported")
     card = model_card(read_checkpoint(source), model, source, layout.code)
     files = {
         "config.json": {**settings, **_special(tokenizer)},
         "generation_config.json": _special(tokenizer) | _generation(layout.code),
         **as_files(tokenizer, model.block_size),
     }
-    with _complete_folder(target) as folder:
+    with _complete_folder(target.resolve()) as folder:  # which follows links
         for name, content in files.items():
             _write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _write(folder / "README.md", card)
         if layout.code:
-            code = Path(__file__).with_name(layout.code).read_text(encoding="utf-8")
-            _write(folder / layout.code, code)
+            _write(folder / layout.code.name, layout.code.read_text(encoding="utf-8"))
         _save_weights(weights, folder / "model.safetensors")
 
 
@@ -93,7 +95,7 @@ def _special(tokenizer: Tokenizer) -> dict[str, Any]:
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_text)
 
 
-def _generation(code: str | None) -> dict[str, Any]:
+def _generation(code: Path | None) -> dict[str, Any]:
     return {"use_cache": False} if code else {}
 
 
@@ -117,14 +119,15 @@ def _save_weights(weights: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _refuse_occupied(target: Path, force: bool) -> None:
+def refuse_occupied(target: Path, force: bool) -> None:
     """Raise a `UserError` if `target` isn't empty; `force` allows an earlier export there."""
-    from lockstep_gpt.hub.card import MARK
+    from lockstep.hub.card import mark
 
+    target = target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     card = target / "README.md"
-    if not card.is_file() or MARK not in card.read_text(encoding="utf-8", errors="replace"):
+    if not card.is_file() or mark() not in card.read_text(encoding="utf-8", errors="replace"):
         raise UserError(
             f"{target} is not empty and is not an export; name another folder with --to"
         )

@@ -1,0 +1,1 @@
+"""Measures a trained module on held-out data, and a language model on any text."""

@@ -1,0 +1,1 @@
+"""Hugging Face: folders that transformers loads, and weights from such folders."""
