@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     (folder / ".gitignore").write_text("*\n")
     print(f"{sum(copied) / 1e6:.1f} MB in {folder}")
     print("Copy the repository, with this folder, to the machine with the GPU; run there, in it:\n")
-    print(f"PYTHONPATH={options.folder}:src python3 lab/first_hour/run.py A")
+    print(f"PYTHONPATH={options.folder}:engine/src:src python3 lab/first_hour/run.py A")
     return 0
 
 

@@ -62,7 +62,7 @@ def tests_of_gpus(job: Job) -> None:
     words = ["-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider"]
     words += ["-p", "no:benchmark"]  # where it is installed, it warns, and a warning is an error
     folder = f"--basetemp={job.hour.out / 'pytest'}"
-    tests = [f"tests/test_gpu.py::{name}" for name in TESTS]
+    tests = [f"engine/tests/test_gpu.py::{name}" for name in TESTS]
     output = job.run([sys.executable, "-m", "pytest", *words, folder, *tests])
     measured = ""
     if GPU_REPORT.is_file():
