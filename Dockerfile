@@ -21,7 +21,7 @@ USER user
 WORKDIR /home/user/project
 
 # Docs and tests come after the libraries, so changing them installs nothing. The index decides
-# the build of torch (docs/extras.md): docker build --build-arg PIP_EXTRA_INDEX_URL=...
+# the build of torch (docs/troubleshooting.md): docker build --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PIP_EXTRA_INDEX_URL
 COPY --chown=user:user pyproject.toml constraints.txt README.md LICENSE* ./
 COPY --chown=user:user configs configs

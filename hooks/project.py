@@ -31,7 +31,6 @@ TEMPLATE_ONLY = (
     "docs/coming_from.md",
     "docs/first_run.png",
     "docs/from_0_2.md",
-    "docs/house.md",
     "docs/lockstep.png",
     "engine/tests/",
     "hooks/",

@@ -4,7 +4,7 @@
 usage: python3 scripts/dev.py COMMAND [arguments]
   train [overrides]       train; prepare, generate, and all other commands work the same way
   test [pytest options]   run lint, types, and the fast tests, even if one of them fails; the first
-                          time, this installs what the tests and the extras need, too
+                          time, this installs what the tests need, too
   test --all              the same with all tests
   test --changed          the same with all tests of files that differ from the last commit
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
@@ -29,7 +29,7 @@ from pathlib import Path
 from environments import POSIX, ROOT, SETS, Environment, optional_dependencies, refuse, say
 
 TEST_HELP = """\
-usage: python3 scripts/dev.py test [--all | --changed] [--versions SET] [pytest options]
+usage: python3 scripts/dev.py test [--all | --changed] [--engine] [--versions SET] [pytest options]
        python3 scripts/dev.py lint
 
 Run lint, types, and tests, even if one of them fails; the last line says which did, and the exit
@@ -40,6 +40,8 @@ only lint and types.
   --all                   all tests, before you release or deploy
   --changed               all tests of files that differ from the last commit, new files included:
                           of src/NAME/gpt.py, for example, tests/test_gpt.py
+  --engine                the engine's tests, too; they are in the repository of the template, where
+                          each `test` includes them, and not in projects
   --versions SET          oldest, pinned (the default), or newest versions of what the project
                           needs; each set has its own environment; lint and types only with pinned
 
@@ -53,7 +55,7 @@ INSTALL_HELP = """\
 usage: python3 scripts/dev.py install [NAMES]
 
 Install optional dependencies of pyproject.toml in .venv, and keep them installed. Without NAMES,
-only install what the project and its extras need, as every command of dev.py does.
+only install what the project needs, as every command of dev.py does.
 
 """
 
@@ -66,8 +68,18 @@ SECONDS = "test-seconds"  # the time of all tests, or all fast ones, when they l
 PER_TEST = {"all": 0.3, "fast": 0.1}
 LINT = {"lint": [["ruff", "check"], ["ruff", "format", "--check"]], "types": [["mypy"]]}
 FORMAT = (["-m", "ruff", "check", "--fix"], ["-m", "ruff", "format"])
-# Tests of files without a mirror in the tree of tests, besides those that name them.
-OTHERS = {"configs": "tests/launch/test_compose.py"}
+# Folders of tests; the second one is only in the repository of the template.
+TESTS = ("tests", "engine/tests")
+# How the path of a source begins, and which trees of tests mirror what is below.
+MIRRORS = (
+    (r"engine/src/lockstep/", ("engine/tests",)),
+    (r"engine/src/", ("engine/tests",)),
+    (r"src/\w+/", ("tests", "engine/tests/project")),
+    (r"configs/", TESTS),
+    (r"", TESTS),
+)
+# Tests of all choices, besides those that name one.
+OF_CONFIGS = ("tests/test_configs.py", "engine/tests/launch/test_compose.py")
 
 
 def main(arguments: "list[str]") -> int:
@@ -192,7 +204,9 @@ def check(environment: Environment, options: "list[str]") -> int:
 
 def _chosen_tests(options: "list[str]") -> "list[str] | None":
     """Return pytest's options for the tests to run; None if no test is to run."""
-    others = [option for option in options if option not in ("--all", "--changed")]
+    others = [option for option in options if option not in ("--all", "--changed", "--engine")]
+    if "--engine" in options and not (ROOT / TESTS[1]).is_dir():
+        refuse("--engine: this project has no engine/tests; run them in the template's repository")
     if "--changed" in options:
         files = changed_tests()
         say(f"of what has changed: {' '.join(files) or 'no tests, only lint and types'}")
@@ -252,18 +266,24 @@ def _estimate(seconds: Path, kind: str) -> float:
     """Return the seconds that the tests of a kind took here the last time, or an estimate."""
     if seconds.is_file():
         return float(seconds.read_text())
-    tests = sum(path.read_text("utf-8").count("\ndef test_") for path in ROOT.glob("tests/**/*.py"))
+    tests = sum(text.count("\ndef test_") for text in _texts().values())
     return tests * PER_TEST[kind] * 2 / (os.cpu_count() or 1)
+
+
+def _texts() -> "dict[Path, str]":
+    """Return the texts of all files of tests."""
+    files = [path for folder in TESTS for path in (ROOT / folder).glob("**/test_*.py")]
+    return {path: path.read_text("utf-8") for path in files}
 
 
 def changed_tests() -> "list[str]":
     """Return pytest's options for the tests of all files that differ from the last commit.
 
-    The tree of tests mirrors the source tree. For a file without a mirror, these are the test files
+    Trees of tests mirror the source trees. For a file without a mirror, these are the test files
     that import it. If none does, they are those of the test folder named after the file's own
     folder that name it or a pattern such as `*.md`, or the whole folder. All pages, including the
-    README, belong to `tests/docs`. `OTHERS` adds more. Of the tests with `of_a_page` in their
-    names, those of unchanged pages are left out.
+    README, belong to the folder `docs`. Tests of all choices add to those of a choice. Of the tests
+    with `of_a_page` in their names, those of unchanged pages are left out.
     """
     tests = set()
     pages = []
@@ -273,7 +293,7 @@ def changed_tests() -> "list[str]":
             refuse("--changed asks git what differs from the last commit; see above")
         for name in done.stdout.decode().splitlines():
             tests |= _tests_of(Path(name))
-            if re.fullmatch(r"(docs/)?\w+\.md", name):
+            if re.fullmatch(r"(engine/)?(docs/)?\w+\.md", name):
                 pages.append(name)
     if not pages:
         return sorted(tests)
@@ -281,34 +301,46 @@ def changed_tests() -> "list[str]":
 
 
 def _tests_of(path: Path) -> "set[str]":
-    top = path.parts[0]
-    if top == "tests":
+    name = path.as_posix()
+    if name.startswith(tuple(folder + "/" for folder in TESTS)):
         tested_path = path if path.name.startswith("test_") else path.parent
         if path.suffix != ".py" or not (ROOT / tested_path).exists():
             return set()
         return {tested_path.as_posix()}
-    inner = path.parts[{"src": 2, "configs": 1}.get(top, 0) :]
-    name = inner[-1] if path.stem != "__init__" else f"{path.parent.name}.py"
-    mirror = Path("tests", *inner[:-1], f"test_{name}")
-    if (ROOT / mirror).is_file():
-        return {mirror.as_posix()}
-    imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")
-    tests = set()
-    if path.suffix == ".py":
-        everything = ROOT.glob("tests/**/test_*.py")
-        tests = {test for test in everything if imports.search(test.read_text("utf-8"))}
-    folder = ROOT / "tests" / ("docs" if path.suffix == ".md" else inner[0])
-    if not tests and folder.is_dir():
-        pattern = rf"\b{re.escape(path.name)}"
-        if path.suffix:
-            pattern += rf"|\*{re.escape(path.suffix)}\b"
-        texts = {test: test.read_text("utf-8") for test in folder.glob("**/test_*.py")}
-        readers = {test for test, text in texts.items() if re.search(pattern, text)}
-        tests = readers or {folder}
-    others = ROOT / OTHERS.get(top, "tests")
-    if others.is_file():
-        tests.add(others)
+    start, trees = next(each for each in MIRRORS if re.match(each[0], name))
+    inner = Path(re.sub(f"^{start}", "", name))
+    file = inner.name if path.stem != "__init__" else f"{path.parent.name}.py"
+    mirrors = {f"{tree}/{inner.with_name(f'test_{file}').as_posix()}" for tree in trees}
+    mirrors = {mirror for mirror in mirrors if (ROOT / mirror).is_file()}
+    if mirrors:
+        return mirrors
+    tests = _importers(path) or _readers(path, inner, trees)
+    if start == "configs/":
+        tests |= {ROOT / test for test in OF_CONFIGS if (ROOT / test).is_file()}
     return {test.relative_to(ROOT).as_posix() for test in tests}
+
+
+def _importers(path: Path) -> "set[Path]":
+    """Return the files of tests that import a module."""
+    if path.suffix != ".py":
+        return set()
+    imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")
+    return {test for test, text in _texts().items() if imports.search(text)}
+
+
+def _readers(path: Path, inner: Path, trees: "tuple[str, ...]") -> "set[Path]":
+    """Return the files of tests that name a file; if none does, the folder of its tests."""
+    folder = "docs" if path.suffix == ".md" else inner.parts[0]
+    folders = [ROOT / tree / folder for tree in trees if (ROOT / tree / folder).is_dir()]
+    pattern = rf"\b{re.escape(path.name)}"
+    if path.suffix:
+        pattern += rf"|\*{re.escape(path.suffix)}\b"
+    readers = {
+        test
+        for test, text in _texts().items()
+        if any(each in test.parents for each in folders) and re.search(pattern, text)
+    }
+    return readers or set(folders)
 
 
 if __name__ == "__main__":

@@ -111,8 +111,11 @@ class Environment:
         return [*self.fingerprints(), *sorted({*installed, *names}), *group]
 
     def fingerprints(self) -> "list[str]":
-        """Return hashes of what it depends on: this folder and Python; the requirements."""
-        place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
+        """Return hashes of what it depends on: this folder and Python; the requirements.
+
+        Where the engine's source is gone, the environment still refers to it.
+        """
+        place = f"{sys.version_info[:2]} {_has_engine()} ".encode() + os.fsencode(ROOT)
         files = [ROOT / "pyproject.toml", ROOT / ENGINE / "pyproject.toml", PINS]
         needs = b"".join(file.read_bytes() for file in files if file.is_file())
         if self.versions == "newest":  # as of today
@@ -230,9 +233,8 @@ def _folders() -> "list[str]":
 
 def _dependencies() -> "list[str]":
     """Return what the project needs, and what its engine does."""
-    folders = [".", ENGINE] if _has_engine() else ["."]
     return [
-        each for folder in folders for each in _about(folder)["project"].get("dependencies", ())
+        each for folder in _folders() for each in _about(folder)["project"].get("dependencies", ())
     ]
 
 

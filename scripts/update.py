@@ -87,7 +87,7 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     later = {**record, "template": source, "commit": new}
     _make(old_template, record, folder / "old")
     _make(new_template, later, folder / "new")
-    if not (project / ENGINE).is_dir():
+    if not _git(project, "ls-files", "--", ENGINE):  # what git ignores may be left of it
         for made in ("old", "new"):
             shutil.rmtree(folder / made / ENGINE, ignore_errors=True)
     shutil.copy(project / RECORD, folder / "old" / RECORD)  # every byte: it must not conflict

@@ -10,7 +10,10 @@ from lightning import Trainer
 from lockstep.tokens.sources.text import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's hints
-GPTModule = pytest.importorskip("lockstep_gpt.module", reason="your own module").GPTModule
+GPTModule = pytest.importorskip(
+    "lockstep_gpt.module",
+    reason="your own module",
+).GPTModule
 Tokens = pytest.importorskip("lockstep_gpt.data", reason="your own data").Tokens
 GPT = pytest.importorskip("lockstep_gpt.gpt", reason="your own model").GPT
 STEPS, T = 40, 8

@@ -78,7 +78,8 @@ def test_the_command_trains_and_the_tests_run_inside(steps):
     words = " ".join(json.loads(command))
     assert words == "python3 scripts/dev.py train"
     assert words in "\n".join(words_of(steps, "RUN"))  # so the first start installs nothing
-    assert {"scripts", "tests", "src", "configs", "docs"} <= copied(steps)  # required by `test`
+    of_test = {"scripts", "tests", "src", "engine", "configs", "docs"}
+    assert of_test <= copied(steps)
 
 
 def copied(steps) -> set[str]:
@@ -97,7 +98,7 @@ def test_copied_files_exist_and_suffice_for_the_command(steps, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "lockstep_gpt", *words],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": "src:engine/src", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         encoding="utf-8",
     )

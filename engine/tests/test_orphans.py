@@ -1,4 +1,4 @@
-"""Whatever process of a run is killed, at whatever moment, none is left (docs/resume.md)."""
+"""Whatever process of a run is killed, at whatever moment, none is left: the page on runs."""
 
 import contextlib
 import os
@@ -98,7 +98,7 @@ def launch(command, start):
 
 @pytest.fixture
 def expect_end(wait_for):
-    """Wait until a run has no process; docs/resume.md says 10 s, a busy machine needs more."""
+    """Wait until a run has no process; its page says 10 s, a busy machine needs more."""
 
     def expect(run):
         def describe():

@@ -1,22 +1,24 @@
+"""What is in a wheel and in a source distribution of the project, and in those of its engine."""
+
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from trove_classifiers import classifiers
 
 ROOT = Path(__file__).parents[2]
-PACKED = {".py", ".yaml", ".json", ".html", ".css", ".js"}  # the package's file types
+FOLDERS = {"lockstep_gpt": ROOT, "lockstep": ROOT / "engine"}
 
 
 def files(folder: Path) -> set[str]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix() for path in files}
-
-
-def packed(names: set[str]) -> set[str]:
-    return {name for name in names if Path(name).suffix in PACKED}
+    """Return the files below a folder, without what Python writes."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix() for path in found}
+    return {name for name in names if "__pycache__" not in name and ".egg-info" not in name}
 
 
 def build(source: Path, kind: str, out: Path) -> Path:
@@ -30,27 +32,62 @@ def content(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+@pytest.fixture(scope="module", params=[*FOLDERS])
+def package(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory):
+def wheel(package, tmp_path_factory):
+    return build(FOLDERS[package], "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(package, tmp_path_factory):
     """The unpacked source distribution."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(build(ROOT, "sdist", folder)) as archive:
+    with tarfile.open(build(FOLDERS[package], "sdist", folder)) as archive:
         archive.extractall(folder, filter="data")
     return next(path for path in folder.iterdir() if path.is_dir())
 
 
-def test_a_wheel_is_the_package_and_the_configs_and_nothing_else(wheel):
-    configs = {f"lockstep_gpt/configs/{name}" for name in files(ROOT / "configs")}
-    assert "lockstep_gpt/configs/train.yaml" in configs
-    sources = files(ROOT / "src") | configs
-    assert packed(content(wheel)) == packed(sources)
-    assert content(wheel) <= sources  # your own files may have other types
-    assert not [name for name in content(wheel) if "__pycache__" in name]
+def test_a_wheel_is_the_source_and_the_configs_and_nothing_else(package, wheel):
+    sources = files(FOLDERS[package] / "src")
+    if package == "lockstep_gpt":
+        sources |= {f"lockstep_gpt/configs/{name}" for name in files(ROOT / "configs")}
+    assert f"{package}/__init__.py" in sources
+    assert content(wheel) == sources
+
+
+def test_a_wheel_of_the_engine_has_its_choices_its_pages_its_types_and_hydra_s_plugins(
+    tmp_path_factory,
+):
+    names = content(build(FOLDERS["lockstep"], "wheel", tmp_path_factory.mktemp("wheel")))
+    assert {"lockstep/py.typed", "lockstep/configs/strategy/ddp.yaml"} < names
+    assert {name.split("/")[0] for name in names} == {"hydra_plugins", "lockstep"}
+    assert {Path(name).suffix for name in names} == {
+        ".py",
+        ".yaml",
+        ".typed",
+        ".html",
+        ".css",
+        ".js",
+    }
+
+
+def test_its_metadata_has_a_license_a_page_and_known_classifiers(package, wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        about = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(about).decode())
+    assert (
+        metadata["Name"]
+        == {"lockstep_gpt": "lockstep-gpt", "lockstep": "lightning-lockstep"}[package]
+    )
+    assert metadata["License-Expression"] == "MIT"
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert {*metadata.get_all("Classifier", [])} <= classifiers
 
 
 @pytest.mark.slow
@@ -58,15 +95,20 @@ def test_an_sdist_gives_the_same_wheel(wheel, sdist, tmp_path):
     assert content(build(sdist, "wheel", tmp_path)) == content(wheel)
 
 
-def test_an_sdist_contains_all_files_for_setup_and_tests(sdist):
-    needed = {"README.md", "pyproject.toml", "constraints.txt", "scripts/dev.py"}
-    needed |= {path.name for path in ROOT.glob("LICENSE")}
+def test_an_sdist_of_the_project_contains_all_files_for_setup_and_tests(package, sdist):
+    if package != "lockstep_gpt":
+        assert (sdist / "CHANGELOG.md").is_file()
+        return
+    needed = {"README.md", "pyproject.toml", "constraints.txt", "scripts/dev.py", "LICENSE"}
     assert all((sdist / name).is_file() for name in needed)
-    assert packed(files(sdist / "tests")) == packed(files(ROOT / "tests"))
+    assert files(sdist / "tests") == files(ROOT / "tests")
 
 
-def test_an_sdist_contains_no_junk(sdist):
+def test_an_sdist_contains_no_junk(package, sdist):
     folders = {path.name for path in sdist.iterdir() if path.is_dir()}
-    wanted = {"src", "configs", "docs", "tests", "scripts"}
-    assert folders == {name for name in wanted if (ROOT / name).is_dir()}
+    wanted = {
+        "lockstep_gpt": {"src", "configs", "docs", "tests", "scripts"},
+        "lockstep": {"src", "docs"},
+    }
+    assert folders == {name for name in wanted[package] if (FOLDERS[package] / name).is_dir()}
     assert not list(sdist.rglob("__pycache__"))

@@ -82,7 +82,7 @@ TOGETHER = {
 }
 ALONE = {"deterministic", "fast_dev_run", "max_time", "min_steps", "overfit_batches"}
 DEVICES = {"accelerator", "devices", "num_nodes", "sync_batchnorm"}
-# Lists are joined with ours; tests/docs/test_lightning_page.py tries those that are refused.
+# Lists are joined with ours; docs/test_lightning_page.py tries those that are refused.
 JOINED = {"callbacks"}
 REFUSED = {
     *("accumulate_grad_batches", "barebones", "default_root_dir", "log_every_n_steps", "logger"),

@@ -1,4 +1,4 @@
-"""How far rounding drives runs on several ranks apart: the table of docs/devices.md.
+"""How far rounding drives runs on several ranks apart: the table of engine/docs/strategies.md.
 
 usage: python lab/benchmarks/drift.py [--ranks 2,4] [--steps 300] [--plot FILE.png]
 

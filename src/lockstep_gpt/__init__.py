@@ -16,11 +16,11 @@ PROJECT = begin(
         package=__name__,
         version="0.3.0",  # as in pyproject.toml
         configs=CONFIGS,
-        train="lockstep_gpt.train:main",
+        train=f"{__name__}.train:main",
         commands={
-            "evaluate": Command("lockstep_gpt.evaluate:main", "measure on held-out data", False),
-            "generate": Command("lockstep_gpt.generate:main", "continue a prompt", False),
-            "export": Command("lockstep_gpt.export:main", "export for transformers", False),
+            "evaluate": Command(f"{__name__}.evaluate:main", "measure on held-out data", False),
+            "generate": Command(f"{__name__}.generate:main", "continue a prompt", False),
+            "export": Command(f"{__name__}.export:main", "export for transformers", False),
         },
     )
 )

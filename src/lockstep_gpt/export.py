@@ -25,7 +25,8 @@ def export(source: Path, target: Path, force: bool = False, trusted: bool = Fals
         UserError: `target` contains something else, or transformers can't load such a model or
             would compute something else.
     """
-    from lockstep_gpt.layouts import layout_of  # late, so that mistakes are reported at once
+    # Late, so that mistakes are reported at once.
+    from lockstep_gpt.layouts import layout_of
 
     refuse_occupied(target, force)
     model, _, tokenizer = load_model(source, trusted)

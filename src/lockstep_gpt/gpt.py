@@ -9,7 +9,11 @@ from lockstep import functional
 from lockstep.settings import check_choice
 from torch import Tensor, nn
 
-from lockstep_gpt.language_model import LanguageModel, check_switches, recompute_in_backward
+from lockstep_gpt.language_model import (
+    LanguageModel,
+    check_switches,
+    recompute_in_backward,
+)
 
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 

@@ -5,59 +5,54 @@ import shlex
 from pathlib import Path
 
 import pytest
-from lockstep_gpt import PROJECT, extras
+from lockstep_gpt import PROJECT
 from omegaconf import OmegaConf
 
 import lockstep
 from lockstep import commands as cli
-from lockstep.commands import table
 
 ROOT = Path(__file__).parents[3]
-# In a project: the page that a newcomer follows. The template's tests run all others; not your own
-# pages: they may show any commands.
-OF_TEMPLATE = (
-    "README.md",
-    "docs/devices.md",
-    "docs/extras.md",
-    "docs/jobs.md",
-    "docs/own_data.md",
-    "docs/resume.md",
-    "docs/tracking.md",
-    "docs/troubleshooting.md",
-)
-IS_TEMPLATE = (ROOT / "hooks").is_dir()
-NAMES = ("docs/tutorial.md", *(OF_TEMPLATE if IS_TEMPLATE else ()))
-FOLDER_OF_EXTRAS = Path(extras.__file__).parent
-
-
-def pages_of_extras() -> list[str]:
-    """Return the pages of extras, except those whose commands a test of the extra runs."""
-    pages: list[str] = []
-    for extra in sorted(path.parent.name for path in FOLDER_OF_EXTRAS.glob("*/__init__.py")):
-        tests = [path.read_text("utf-8") for path in ROOT.glob(f"tests/extras/{extra}/*.py")]
-        paths = [*ROOT.glob(f"docs/{extra}.md"), *ROOT.glob(f"docs/{extra}_*.md")]
-        names = sorted(f"docs/{path.name}" for path in paths)
-        pages += [name for name in names if not any(name in text for text in tests)]
-    return pages
-
-
-PAGES = {
-    name: (ROOT / name).read_text("utf-8")
-    for name in (*NAMES, *pages_of_extras())
-    if (ROOT / name).is_file()
+# Page -> its sections whose commands another test runs.
+OTHERS = {
+    "README.md": (),
+    "docs/after_the_run.md": (
+        "Export it",
+        "Start from existing weights",
+    ),  # project/hub/test_docs.py
+    "docs/devices.md": (),
+    "docs/own_data.md": ("Your own format", "A LightningDataModule"),  # test_extend.py
+    "docs/troubleshooting.md": (),
+    "docs/tutorial.md": (),
+    "engine/docs/commands.md": ("Report", "Panel"),  # pages/test_docs.py
+    "engine/docs/run_and_checkpoints.md": (),
+    "engine/docs/testing.md": (),
+    "engine/docs/tokens.md": ("A tokenizer",),  # test_extend.py
 }
+
+
+def read(name, without):
+    """Return a page without some sections; the program of the engine's pages is the project's."""
+    text = (ROOT / name).read_text("utf-8").replace("my-gpt", PROJECT.program)
+    for title in without:
+        pattern = rf"^## {title}\n.*?(?=^## |\Z)"
+        text, count = re.subn(pattern, "", text, flags=re.MULTILINE | re.DOTALL)
+        assert count == 1, f"{name}: {title}"
+    return text
+
+
+PAGES = {name: read(name, without) for name, without in OTHERS.items()}
 # Run by other tests, or never: these need a server, a cluster, or the user's own paths.
 ELSEWHERE = {
-    "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
-    "lockstep-gpt doctor": "tests/extras/cluster/test_doctor.py",
-    "lockstep-gpt drill": "tests/extras/cluster/test_drill.py",
-    "lockstep-gpt check": "tests/testing/test_command.py",
+    "python3 scripts/dev.py": "scripts/test_dev.py runs it in a project of its own",
+    "lockstep-gpt doctor": "cluster/test_doctor.py",
+    "lockstep-gpt drill": "cluster/test_drill.py",
+    "lockstep-gpt check": "testing/test_command.py",
     "python3 -c": "the test of each page begins with it",
-    "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
-    "srun": "tests/scripts/test_slurm.py, on a SLURM of its own",
+    "sbatch": "scripts/test_slurm.py, on a SLURM of its own",
+    "srun": "scripts/test_slurm.py, on a SLURM of its own",
     "printf": "of the same page",
     "SWEEP=": "of the same page",
-    "kubectl": "needs a cluster; tests/scripts/test_kubernetes.py reads the manifests",
+    "kubectl": "needs a cluster; scripts/test_kubernetes.py reads the manifests",
     "uvx": "downloads; the template's tests run what it would",
     "pipx": "downloads; the template's tests run what it would",
     "wandb": "needs an account; test_wandb_run.py runs the command of the sweep's file",
@@ -75,18 +70,12 @@ def is_composed(line):
     return bool(re.search(r"trainer=gpu|gpt2_124m|num_nodes=|=/\w|nproc_per_node=8", line))
 
 
-def is_absent(line):
-    """Tell whether this is a command of an extra that a project doesn't have."""
-    program, name = line.split()[:2]
-    return program == PROJECT.program and name not in table() and not IS_TEMPLATE
-
-
 STEP = re.compile(r" (train|prepare) ")
 OURS = [
     (page, line)
     for page, text in PAGES.items()
     for line in commands_of(text)
-    if not line.startswith(tuple(ELSEWHERE)) and not is_absent(line)
+    if not line.startswith(tuple(ELSEWHERE))
 ]
 COMPOSED = sorted({line for _, line in OURS if is_composed(line) and STEP.search(line)})
 LAUNCHED = [line for _, line in OURS if line.startswith("torchrun ") and line not in COMPOSED]
@@ -97,7 +86,7 @@ HERE = [
     if line.startswith("lockstep-gpt ") and line not in COMPOSED
 ]
 STARTS = ("lockstep-gpt ", "torchrun ")
-RECEIPT_PAGES = [page for page in ("docs/tutorial.md", "docs/devices.md") if page in PAGES]
+RECEIPT_PAGES = ["docs/tutorial.md"]
 # The page whose test runs a command: its first one, but those with receipts come before others.
 RUN_FOR: dict[str, str] = {}
 for page, line in sorted(HERE, key=lambda each: each[0] not in RECEIPT_PAGES):

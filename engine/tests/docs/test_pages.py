@@ -16,13 +16,7 @@ CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, and the
 OURS = re.compile(r"(; to [a-z ]+: ).+ train run_dir=")  # the command of this installation
 
 
-def read(name):
-    """Return the text of a page; an empty one if you have deleted it."""
-    path = ROOT / "docs" / name
-    return path.read_text("utf-8") if path.is_file() else ""
-
-
-TROUBLES = read("troubleshooting.md")
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
 
 
 def blocks(text, language):
@@ -41,7 +35,7 @@ def sayings():
 
 
 def _sayings():
-    for path in (ROOT / "src").rglob("*.py"):
+    for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("engine/src/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = [
@@ -65,7 +59,6 @@ def test_every_quoted_message_is_in_the_source(line):
     assert len(covered) > 0.6 * len(line), line
 
 
-@pytest.mark.skipif(not TROUBLES, reason="no docs/troubleshooting.md here")
 @pytest.mark.usefixtures("quick_ranks")
 def test_errors_are_quoted_exactly(story):
     shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))

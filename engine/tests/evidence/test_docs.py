@@ -1,4 +1,4 @@
-"""docs/evidence.md: `compare` understands the page's commands, and has the options of its table."""
+"""The page on evidence: `compare` understands its commands, and has the options of its table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep_gpt import PROJECT
 
 PROGRAM = PROJECT.program
 
-PAGE = (Path(__file__).parents[3] / "docs/evidence.md").read_text("utf-8")
-COMMANDS = re.findall(r"^lockstep-gpt (compare .+)$", PAGE, re.MULTILINE)
+PAGE = (Path(__file__).parents[3] / "engine/docs/evidence.md").read_text("utf-8")
+COMMANDS = re.findall(r"^my-gpt (compare .+)$", PAGE, re.MULTILINE)
 TRAINING = [line for line in COMMANDS if "--runs" not in line]
 FINISHED = [line for line in COMMANDS if "--runs" in line]
 

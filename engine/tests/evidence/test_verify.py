@@ -184,7 +184,7 @@ def test_a_run_that_was_changed_when_resumed_needs_a_later_start(command):
 
 
 def test_the_page_has_each_option(command):
-    page = (Path(__file__).parents[3] / "docs/evidence.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "engine/docs/evidence.md").read_text("utf-8")
     usage = command("verify", "--help").stdout
     options = {*re.findall(r"^  (--[\w-]+)", usage, re.MULTILINE)}
     assert options == {"--from", "--to", "--devices", "--json"}

@@ -41,7 +41,7 @@ def client(uri):
 
 
 def runs_of(client):
-    (experiment,) = client.search_experiments(filter_string="name = 'lockstep-gpt'")
+    (experiment,) = client.search_experiments(filter_string="name = 'lockstep'")
     return client.search_runs([experiment.experiment_id])
 
 

@@ -12,17 +12,15 @@ from lockstep.pages.panel import panel_page
 from lockstep.pages.sync_panel import SyncPanel
 from lockstep.whole_files import write_output
 
-FILE = Path(__file__).parents[3] / "docs/pages.md"
-if not FILE.is_file():
-    pytest.skip("no docs/pages.md here", allow_module_level=True)
-PAGE = FILE.read_text(encoding="utf-8")
+FILE = Path(__file__).parents[3] / "engine/docs/commands.md"
+PAGE = FILE.read_text(encoding="utf-8").partition("\n## Report\n")[2]  # and the panel
 MADE = ("comparison.html", "runs/seen/panel.html")
 
 
 @pytest.mark.slow
 def test_commands_run_one_after_the_other(command, finished):
     short = [f"data.root={command.data_root}", "callbacks.sample.length=9"]
-    for line in re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE):
+    for line in re.findall(r"^my-gpt (.+)$", PAGE, flags=re.MULTILINE):
         if line == "train experiment=smoke run_dir=runs/example":
             # The README's first run: all tests share it.
             shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/example")

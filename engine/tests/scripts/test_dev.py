@@ -89,10 +89,11 @@ def plant(root: Path) -> Path:
 
 
 def start(root: Path, *arguments: str, cwd: Path | None = None, **extra: str) -> subprocess.Popen:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.Popen(
         [sys.executable, str(root / "scripts" / "dev.py"), *arguments],
         cwd=cwd or root,
-        env=os.environ | extra,
+        env=inherited | extra,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -179,15 +180,18 @@ def installed(root: Path) -> list[str]:
     return (root / ".venv/set-up.sha256").read_text().split()[2:]
 
 
-def test_what_an_extra_needs_is_installed_with_the_project(tmp_path, quick_venv):
-    root = plant(tmp_path / "project")
-    optional(root, "more", "types")
-    for extra in ("more", "tests"):
-        folder = root / "src/lockstep_gpt/extras" / extra
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").touch()
-    assert dev(root, "train", **quick_venv)[0] == 0
-    assert installed(root) == ["more"]  # not `types`, no extra; nor `tests`, which needs nothing
+def test_the_engine_s_tests_are_asked_for_in_vain_where_there_are_none(project):
+    status, out, err = dev(project, "test", "--engine")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        "dev.py: --engine: this project has no engine/tests; run them in the template's repository"
+    )
+    (project / "engine/tests").mkdir(parents=True)
+    status, out, _ = dev(project, "test", "--engine")
+    (project / "engine/tests").rmdir()
+    (project / "engine").rmdir()
+    expected = "pytest -n auto --durations=10 -m not slow"  # pyproject.toml names both folders
+    assert (status, out.splitlines()[-1]) == (0, expected)
 
 
 @pytest.mark.slow
@@ -384,19 +388,29 @@ def test_all_tests_are_announced_with_the_time_they_took_before(project):
     assert " tests: about" not in dev(project, "test", "-k", "one")[2]
 
 
+PROJECT, OURS = "tests", "engine/tests"
 CHANGES = {
-    "src/lockstep_gpt/gpt.py": {"tests/test_gpt.py"},  # the mirror
-    "src/lockstep_gpt/shape.py": {"tests/model/test_shape.py"},
-    "src/lockstep/__init__.py": {"tests/test_lockstep.py"},
-    "engine/src/lockstep/launch.py": {"tests/test_who.py"},  # any importer
-    "tests/model/test_shape.py": {"tests/model/test_shape.py"},
-    "tests/model/conftest.py": {"tests/model"},
-    "docs/page.md": {"tests/docs/test_pages.py", "-k", "not of_a_page or docs/page.md"},
-    "scripts/job.sh": {"tests/scripts/test_jobs.py"},  # names it
-    "scripts/other.sh": {"tests/scripts"},  # any may use it
-    "README.md": {"tests/docs/test_pages.py", "-k", "not of_a_page or README.md"},
-    "configs/model/tiny.yaml": {"tests/model/test_shape.py", "tests/launch/test_compose.py"},
-    "configs/trainer/tpu.yaml": {"tests/launch/test_compose.py"},
+    "src/lockstep_gpt/gpt.py": {f"{PROJECT}/test_gpt.py", f"{OURS}/project/test_gpt.py"},  # mirrors
+    "src/lockstep_gpt/shape.py": {f"{OURS}/project/test_shape.py"},
+    "src/lockstep_gpt/optim.py": {f"{PROJECT}/test_gpt.py"},  # any importer
+    "engine/src/lockstep/__init__.py": {f"{OURS}/test_lockstep.py"},
+    "engine/src/lockstep/run/lock.py": {f"{OURS}/run/test_lock.py"},
+    "engine/src/lockstep/launch/agent.py": {f"{OURS}/test_who.py"},
+    "engine/src/hydra_plugins/search.py": {f"{OURS}/hydra_plugins/test_search.py"},
+    f"{OURS}/run/test_lock.py": {f"{OURS}/run/test_lock.py"},
+    f"{OURS}/run/conftest.py": {f"{OURS}/run"},
+    f"{PROJECT}/test_gpt.py": {f"{PROJECT}/test_gpt.py"},
+    "docs/page.md": {f"{OURS}/docs/test_pages.py", "-k", "not of_a_page or docs/page.md"},
+    "engine/README.md": {f"{OURS}/docs/test_pages.py", "-k", "not of_a_page or engine/README.md"},
+    "scripts/job.sh": {f"{OURS}/scripts/test_jobs.py"},  # names it
+    "scripts/other.sh": {f"{OURS}/scripts"},  # any may use it
+    "README.md": {f"{OURS}/docs/test_pages.py", "-k", "not of_a_page or README.md"},
+    "configs/run/tiny.yaml": {
+        f"{OURS}/run/test_lock.py",
+        f"{OURS}/launch/test_compose.py",
+        f"{PROJECT}/test_configs.py",
+    },
+    "configs/trainer/tpu.yaml": {f"{OURS}/launch/test_compose.py", f"{PROJECT}/test_configs.py"},
     "LICENSE": set(),
 }
 
@@ -411,14 +425,18 @@ def test_changed_runs_the_tests_of_files_changed_since_the_last_commit(
         (root / name).touch()
     for name, text in {
         ".gitignore": "__pycache__/\n",
-        "tests/test_who.py": "from lockstep_gpt import launch\n",
-        "tests/launch/test_compose.py": "",
-        "tests/test_gpt.py": "",
-        "tests/test_lockstep.py": "",
-        "tests/model/test_shape.py": 'PRESET = Path("configs/model/tiny.yaml")\n',
-        "tests/docs/test_pages.py": 'PAGES = Path("docs").glob("*.md")\n',
-        "tests/docs/test_other.py": 'PAGE = Path("docs/other.md")\n',
-        "tests/scripts/test_jobs.py": 'JOB = Path("scripts/job.sh")\n',
+        f"{PROJECT}/test_gpt.py": "from lockstep_gpt.optim import adamw\n",
+        f"{PROJECT}/test_configs.py": "",
+        f"{OURS}/project/test_gpt.py": "",
+        f"{OURS}/project/test_shape.py": "",
+        f"{OURS}/test_who.py": "from lockstep.launch import agent\n",
+        f"{OURS}/launch/test_compose.py": "",
+        f"{OURS}/hydra_plugins/test_search.py": "",
+        f"{OURS}/test_lockstep.py": "",
+        f"{OURS}/run/test_lock.py": 'PRESET = Path("configs/run/tiny.yaml")\n',
+        f"{OURS}/docs/test_pages.py": 'PAGES = Path("docs").glob("*.md")\n',
+        f"{OURS}/docs/test_other.py": 'PAGE = Path("docs/other.md")\n',
+        f"{OURS}/scripts/test_jobs.py": 'JOB = Path("scripts/job.sh")\n',
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

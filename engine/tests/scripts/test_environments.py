@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+OF_ENGINE = tomllib.loads((ROOT / "engine/pyproject.toml").read_text("utf-8"))
 DEMO = {
     "project": {
         "name": "demo",
@@ -30,6 +31,11 @@ DEMO = {
         "test": ["demo[tests,types]", "pytest>=8"],
     },
 }
+LISTED = [
+    *DEMO["project"]["dependencies"],
+    *DEMO["project"]["optional-dependencies"]["more"],
+    *DEMO["project"]["optional-dependencies"]["other"],
+]
 # A project without dependencies that builds without a network; its backend is next to it.
 PROJECT = """\
 [build-system]
@@ -96,7 +102,7 @@ def test_a_group_is_read_with_the_groups_that_it_includes():
 
 
 def test_the_oldest_versions_are_the_project_s_lower_bounds():
-    assert load().limits("oldest", DEMO) == [
+    assert load().limits("oldest", LISTED) == [
         "torch==2.11",
         "hydra-core==1.3.7; python_version < '3.14'",
         "hydra-core==1.4.0rc3; python_version >= '3.14'",
@@ -105,27 +111,40 @@ def test_the_oldest_versions_are_the_project_s_lower_bounds():
 
 
 def test_the_newest_versions_are_unpinned_with_named_candidates():
-    assert load().limits("newest", DEMO) == ["hydra-core>=1.4.0rc3"]
+    assert load().limits("newest", LISTED) == ["hydra-core>=1.4.0rc3"]
 
 
-def test_all_that_the_project_needs_has_a_lower_bound():
-    project = ABOUT["project"]
-    requirements = [*project["dependencies"]]
-    requirements += [
-        requirement
-        for extra in project.get("optional-dependencies", {}).values()
-        for requirement in extra
-    ]
-    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in requirements}
-    bound = {re.match(r"[\w.-]+", limit)[0] for limit in load().limits("oldest", ABOUT)}
+def requirements_of(about):
+    """Return all requirements of a pyproject.toml, but for the engine itself."""
+    project = about["project"]
+    lists = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+    return [each for listed in lists for each in listed if "lightning-lockstep" not in each]
+
+
+@pytest.mark.parametrize("about", [ABOUT, OF_ENGINE], ids=["project", "engine"])
+def test_all_that_is_needed_has_a_lower_bound(about):
+    listed = requirements_of(about)
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in listed}
+    bound = {re.match(r"[\w.-]+", limit)[0] for limit in load().limits("oldest", listed)}
     assert bound == names
 
 
-def test_each_python_that_is_supported_has_one_requirement_of_each_name():
-    low, high = re.match(r">=3\.(\d+),<3\.(\d+)", ABOUT["project"]["requires-python"]).groups()
+def test_the_project_and_its_engine_agree_on_what_both_need():
+    needs = {}
+    for requirement in [*requirements_of(ABOUT), *requirements_of(OF_ENGINE)]:
+        name, _, marker = requirement.partition(";")
+        needs.setdefault((re.match(r"[\w.-]+", name)[0], marker), set()).add(requirement)
+    assert [listed for listed in needs.values() if len(listed) > 1] == []
+    both = {*requirements_of(ABOUT)} & {*requirements_of(OF_ENGINE)}
+    assert "torch>=2.12,<2.16" in both
+
+
+@pytest.mark.parametrize("about", [ABOUT, OF_ENGINE], ids=["project", "engine"])
+def test_each_python_that_is_supported_has_one_requirement_of_each_name(about):
+    low, high = re.match(r">=3\.(\d+),<3\.(\d+)", about["project"]["requires-python"]).groups()
     for minor in range(int(low), int(high)):
         names = []
-        for requirement in ABOUT["project"]["dependencies"]:
+        for requirement in about["project"]["dependencies"]:
             name, _, marker = requirement.partition(";")
             sign = re.fullmatch(r" python_version (<|>=) '3\.(\d+)'", marker)
             below = sign and minor < int(sign[2])
@@ -161,6 +180,28 @@ def test_uv_installs_if_it_is_available(root, tmp_path, monkeypatch, quick_venv,
     assert (root / "installed").read_text() == "once\n"
     python = root / ".venv/bin/python"
     assert log.read_text() == f"{links} pip install -q --python {python} -c constraints.txt -e .\n"
+
+
+def test_a_project_is_installed_with_its_engine_and_the_small_group(root):
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    module = load(root)
+    assert module.Environment()._needs([]) == ["-c", "constraints.txt", "-e", "."]
+    shutil.copytree(ROOT / "engine", root / "engine", ignore=lambda *_: ["src", "tests"])
+    assert module.Environment()._needs(["hub"]) == [
+        "-c",
+        "constraints.txt",
+        "-e",
+        ".[hub]",
+        "-e",
+        "engine",
+    ]
+    test = [each for each in about["dependency-groups"]["test"] if isinstance(each, str)]
+    assert {re.match(r"[\w-]+", each)[0] for each in test} == {
+        "hatchling",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+    }
 
 
 def plant_wheel(folder: Path, version: str) -> None:

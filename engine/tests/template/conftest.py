@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,6 @@ DEFAULTS = {
     "license": "MIT",
     "wandb_project": "my-gpt",
     "wandb_entity": "",
-    "extras": "none",
     "git_init": False,
 }
 MEMORY = Path("/dev/shm")  # Linux's file system in memory
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-projects",
         action="store_true",
-        help="run all tests of generated projects, not only the fast ones",
+        help="install a generated project with pip, and run all of its tests",
     )
 
 
@@ -171,7 +171,7 @@ def _lock(folder: Path, kind: int) -> int | None:
 def projects(request: pytest.FixtureRequest, shared: Path) -> Iterator[Path]:
     """A folder that all workers share, in memory if there is room.
 
-    Not with `--whole-projects`: some slow tests mount another file system there.
+    Not with `--whole-projects`: an environment takes more than a gigabyte.
 
     These tests create and delete a hundred thousand files. ext4 does not use the inode of a deleted
     file again for minutes, and searches the longer for another one.
@@ -247,10 +247,28 @@ def baked(projects: Path, generate: Generator) -> Callable[..., Path]:
     return bake
 
 
-@pytest.fixture(params=["ours", "none", "all"])
+@pytest.fixture(params=["ours", "a project"])
 def repository(request: pytest.FixtureRequest, template: Path, baked: Callable[..., Path]) -> Path:
-    """The template, or a project without extras, or one with all of them. Read only."""
-    return template if request.param == "ours" else baked(extras=request.param)
+    """The template, or a project. Read only."""
+    return template if request.param == "ours" else baked()
+
+
+def as_zip(template: Path, path: Path) -> Path:
+    """Zip the template as forges do, in one folder; writing by name drops executable bits."""
+    files = [file for file in sorted(template.rglob("*")) if file.is_file()]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("lockstep-gpt-main/", "")
+        for file in files:
+            name = file.relative_to(template).as_posix()
+            if not name.startswith(".git/"):
+                archive.writestr(f"lockstep-gpt-main/{name}", file.read_bytes())
+    return path
+
+
+@pytest.fixture
+def zipped(template: Path, tmp_path: Path) -> Path:
+    """A zip of the template."""
+    return as_zip(template, tmp_path / "main.zip")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from cookiecutter.main import cookiecutter
-from hooks.answers import EXTRAS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,14 +90,10 @@ REFUSED = [
     ("wandb_entity", "a: b", "letters, digits and . _ -"),
     ("wandb_project", "..", "a folder, not a name"),
     ("wandb_entity", ".", "a folder, not a name"),
-    ("description", "extra evidence: begin", "a mark that the template reads"),
+    ("description", "template-only: begin", "a mark that the template reads"),
     ("author", "template-only: end", "a mark that the template reads"),
-    ("description", "x <!-- extra evidence --> |", "a mark that the template reads"),
+    ("description", "x <!-- template-only --> |", "a mark that the template reads"),
     ("project_name", "<!-- section of the living README: x -->", "a mark that the template reads"),
-    ("extras", "", "is empty"),
-    ("extras", "nothing", "is not one of"),
-    ("extras", "none all", "is not one of"),
-    ("extras", "evidense", "did you mean evidence?"),
 ]
 ODD_TEXTS = [
     'O\'Reilly "net"',
@@ -207,7 +202,7 @@ def test_odd_text_is_metadata_that_a_wheel_can_have(text, made, tmp_path):
 
 def test_typed_answers_are_kept_unchanged(generate, tmp_path):
     description, author = '{{ 7 * 7 }} "quoted"', "O'Reilly {% \\"
-    typed = ["Größe Δ", "", "", description, author, "", "2", "", "team", "none", "no"]
+    typed = ["Größe Δ", "", "", description, author, "", "2", "", "team", "no"]
     options = [generate.template, "-o", tmp_path]
     typed_in = "".join(f"{line}\n" for line in typed)
     generate.run("cookiecutter", *options, cwd=tmp_path, typed=typed_in)
@@ -217,20 +212,19 @@ def test_typed_answers_are_kept_unchanged(generate, tmp_path):
 
 
 MISTAKES = {
-    "project_name": "extra evidence: begin",
+    "project_name": "template-only: begin",
     "project_slug": "git",
     "package_name": "update",
-    "description": "template-only: begin",
-    "author": "extra evidence: end",
+    "description": "x <!-- template-only --> |",
+    "author": "template-only: end",
     "email": "nobody",
     "wandb_project": "..",
     "wandb_entity": "a/b",
-    "extras": "evidense",
 }
 
 
 def test_a_rejected_answer_is_asked_again(generate, tmp_path):
-    right = ["3D GPT", "", "", "A line", "", "", "3", "its-runs", "", "evidence", "no"]
+    right = ["3D GPT", "", "", "A line", "", "", "3", "its-runs", "", "no"]
     again = {"project_slug": "its-slug", "package_name": "its_package", "author": "Its author"}
     typed = []
     questions = list(json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"])
@@ -253,7 +247,6 @@ def test_a_rejected_answer_is_asked_again(generate, tmp_path):
         "license": "BSD-3-Clause",
         "wandb_project": "its-runs",
         "wandb_entity": "",
-        "extras": "evidence",
         "git_init": False,
     }
 
@@ -312,33 +305,14 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
     generate(tmp_path, "git_init=no", f"project_name={name}")
     about = tomllib.loads((tmp_path / slug / "pyproject.toml").read_text("utf-8"))["project"]
     package = slug.replace("-", "_")
-    assert about["scripts"] == {slug: f"{package}.cli:run"}
-    assert (tmp_path / slug / "src" / package / "cli.py").is_file()
+    assert about["scripts"] == {slug: f"{package}.__main__:run"}
+    assert (tmp_path / slug / "src" / package / "__main__.py").is_file()
 
 
-def test_former_extras_are_accepted_and_what_came_with_one_stays(defaults):
-    from hooks.answers import CAME_WITH, FORMER, checked
-
-    def chosen(names):
-        return checked({**defaults, "extras": names}).extras
-
-    assert chosen("chat, tasks") == ("datasets", "hub")
-    assert chosen(" ".join(FORMER - {*CAME_WITH})) == ()
-    assert chosen("mixtures documents") == ("datasets",)
-    assert chosen("seeing, sizes, export") == ("cluster", "hub", "pages")
-
-
-def test_every_question_has_a_prompt_and_the_one_on_extras_describes_each():
+def test_every_question_has_a_prompt_of_one_short_line():
     questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
     prompts = questions["__prompts__"]
     assert set(prompts) == {name for name in questions if not name.startswith("_")}
-    _, *rows = prompts["extras"].splitlines()
-    assert [tuple(row.split(maxsplit=1)) for row in rows] == [*EXTRAS.items()]
-
-
-def test_the_question_on_extras_has_a_short_line_for_each_and_one_for_the_answer():
-    prompt = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]["extras"]
-    first, *rest = prompt.splitlines()
-    assert len(rest) == len(EXTRAS)
-    assert max(map(len, (f"  [10/11] {first}", *rest))) < 80
-    assert prompt.endswith("\n")
+    for prompt in prompts.values():
+        assert prompt.isprintable()
+        assert len(f"  [10/10] {prompt}") < 80

@@ -3,19 +3,17 @@
 import importlib.util
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKED = {".py", ".yaml", ".json", ".html", ".css", ".js"}  # the package's file types
 
 
 @pytest.fixture(scope="module")
 def commands():
     """The module that tests the commands of pages."""
-    path = ROOT / "tests/docs/test_commands.py"
+    path = ROOT / "engine/tests/docs/test_commands.py"
     spec = importlib.util.spec_from_file_location("commands_of_pages", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -26,7 +24,7 @@ def test_the_help_of_train_fits_a_screen(environment, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "lockstep_gpt", "train", "--help"],
         cwd=tmp_path,
-        env=environment(PYTHONPATH=str(ROOT / "src")),
+        env=environment(PYTHONPATH=f"{ROOT}/src:{ROOT}/engine/src"),
         check=True,
         capture_output=True,
         encoding="utf-8",
@@ -36,24 +34,9 @@ def test_the_help_of_train_fits_a_screen(environment, tmp_path):
     assert max(map(len, lines)) <= 120
 
 
-def test_a_wheel_has_every_file_of_the_package_and_of_its_extras(tmp_path):
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.iterdir()
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [(path, path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*")]
-    configs = [
-        (path, Path("lockstep_gpt", path.relative_to(ROOT))) for path in ROOT.glob("configs/**/*")
-    ]
-    expected = {name.as_posix() for path, name in [*sources, *configs] if path.suffix in PACKED}
-    assert names == expected
-    assert [name for name in names if "/extras/" in name and name.endswith(".html")]
-
-
 def test_every_page_of_commands_is_tested(commands):
     """By the commands' own test or, if another test names the page, by that one."""
-    tests = "".join(path.read_text("utf-8") for path in ROOT.glob("tests/*/**/*.py"))
+    tests = "".join(path.read_text("utf-8") for path in ROOT.glob("engine/tests/*/**/*.py"))
     for name in ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]:
         if commands.commands_of((ROOT / name).read_text("utf-8")):
             assert name in commands.PAGES or f'"{name}"' in tests, name

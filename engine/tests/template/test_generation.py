@@ -24,7 +24,8 @@ JUNK = (
     "lockstep_gpt.egg-info/PKG-INFO",
     "runs/first/train.log",
     "src/lockstep_gpt.egg-info/PKG-INFO",
-    "src/lockstep_gpt/__pycache__/cli.pyc",
+    "engine/src/lockstep/__pycache__/batch.pyc",
+    "src/lockstep_gpt/__pycache__/gpt.pyc",
     "uv.lock",
     "wandb/run-1/x.wandb",
 )
@@ -33,7 +34,7 @@ PRIVATE = (".DS_Store", ".idea/workspace.xml", "id_ed25519", "notes/todo.md", "s
 NEW = "src/lockstep_gpt/new.py"  # staged files aren't junk
 ENDS = b"\xff\xfe no text \r\n"
 SCREEN = """\
-my-gpt: {} files, package my_gpt, MIT license, extras: pages; a git repository with its first commit
+my-gpt: {} files and engine/, package my_gpt, MIT license; a git repository with its first commit
 next:
   cd my-gpt
   python3 scripts/dev.py train
@@ -61,29 +62,17 @@ def littered(template, tmp_path, git):
     return copy
 
 
-def as_zip(template: Path, path: Path) -> Path:
-    """Zip the template as forges do, in one folder; writing by name drops executable bits."""
-    files = [file for file in sorted(template.rglob("*")) if file.is_file()]
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("lockstep-gpt-main/", "")
-        for file in files:
-            name = file.relative_to(template).as_posix()
-            if not name.startswith(".git/"):
-                archive.writestr(f"lockstep-gpt-main/{name}", file.read_bytes())
-    return path
-
-
 def test_the_screen_shows_the_result_and_the_next_commands(generate, tmp_path, tree):
     done = generate(tmp_path)
-    assert done.stdout == SCREEN.format(len(tree(tmp_path / "my-gpt")))
+    own = [name for name in tree(tmp_path / "my-gpt") if not name.startswith("engine/")]
+    assert done.stdout == SCREEN.format(len(own))
     assert done.stderr == ""
 
 
 @pytest.mark.slow
 def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
-    generate, baked, template, tmp_path, tree, git
+    generate, baked, template, zipped, tmp_path, tree, git
 ):
-    zipped = as_zip(template, tmp_path / "main.zip")
     expected = tree(baked())
     recorded = json.loads(expected.pop(".template.json")[1])
     commit = git(template, "rev-parse", "HEAD").strip()
@@ -101,10 +90,10 @@ def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
 
 
 def test_a_zip_without_a_folder_is_rejected_but_works_unpacked(
-    generate, baked, template, tmp_path, tree
+    generate, baked, zipped, tmp_path, tree
 ):
     flat, unpacked = tmp_path / "flat.zip", tmp_path / "unpacked"
-    with zipfile.ZipFile(as_zip(template, tmp_path / "main.zip")) as forge:
+    with zipfile.ZipFile(zipped) as forge:
         names = [name for name in forge.namelist() if not name.endswith("/")]
         with zipfile.ZipFile(flat, "w") as archive:
             for name in names:
@@ -225,7 +214,7 @@ def test_existing_files_are_kept_on_request(generate, tmp_path, tree):
     assert tree(project)["README.md"] == before["README.md"]
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "configs", "src/my_gpt/model"])
+@pytest.mark.parametrize("name", ["pyproject.toml", "configs", "src/my_gpt", "engine/src"])
 def test_nothing_is_written_through_a_link(name, generate, tmp_path, tree):
     generate(tmp_path, "git_init=no")
     place, elsewhere = tmp_path / "my-gpt" / name, tmp_path / "elsewhere"
@@ -263,7 +252,7 @@ def test_without_hooks_generation_fails_in_one_line(replayed, generate, tmp_path
 
 
 def test_replay_gives_the_same_again(generate, template, tmp_path, tree):
-    words = ["author=O'Reilly", "license=none", "extras=all", "git_init=no"]
+    words = ["author=O'Reilly", "license=none", "git_init=no"]
     generate(tmp_path / "first", *words)
     again = ["--replay", "-o", tmp_path / "second"]
     generate.run("cookiecutter", template, *again, cwd=tmp_path)
@@ -314,7 +303,7 @@ def test_inside_a_repository_no_second_one_is_made(generate, tmp_path, committed
 
 def test_without_git_init_there_is_no_repository(generate, tmp_path):
     done = generate(tmp_path, "git_init=no")
-    assert done.stdout.splitlines()[0].endswith("extras: pages")
+    assert done.stdout.splitlines()[0].endswith("MIT license")
     assert not (tmp_path / "my-gpt/.git").exists()
 
 

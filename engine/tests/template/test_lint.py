@@ -1,4 +1,4 @@
-"""Lint is clean for the shortest and longest names, and types with no extra and with all."""
+"""Lint and types are clean, for the shortest and longest names."""
 
 import subprocess
 import sys
@@ -14,9 +14,9 @@ def name(request):
     return request.param
 
 
-@pytest.fixture(params=["none", "all"])
-def project(request, name, baked):
-    return baked(package_name=name, project_slug=name, extras=request.param)
+@pytest.fixture
+def project(name, baked):
+    return baked(package_name=name, project_slug=name)
 
 
 def check(project: Path, environment, *words: str) -> str:
@@ -24,7 +24,7 @@ def check(project: Path, environment, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=project,
-        env=environment(),
+        env=environment(MYPYPATH=str(project / "engine/src")),
         capture_output=True,
         encoding="utf-8",
     )
@@ -42,10 +42,9 @@ def test_every_line_is_formatted(project, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extras", ["none", "all"])
-def test_types_are_right(extras, baked, environment, mypy):
+def test_types_are_right(baked, environment, mypy):
     """Whatever the names are: no type depends on them."""
-    project = baked(package_name=NAMES[-1], project_slug=NAMES[-1], extras=extras)
+    project = baked(package_name=NAMES[-1], project_slug=NAMES[-1])
     assert check(project, environment, *mypy(project)) == ""
 
 
@@ -70,7 +69,7 @@ class Greeting(Callback):
 
 @pytest.mark.slow
 def test_what_lightning_s_users_write_passes(baked, environment, mypy):
-    project = baked(package_name="mine", project_slug="mine", extras="none")
+    project = baked(package_name="mine", project_slug="mine")
     (project / "src/mine/greeting.py").write_text(OWN)
     assert check(project, environment, "-m", "ruff", "check", "--no-cache") == ""
     assert check(project, environment, *mypy(project)) == ""

@@ -107,7 +107,7 @@ def test_every_accepted_package_name_can_be_imported(
         project = made(Path(folder) / slug, **answers)
         # An editable installation comes after the standard library and all installed packages.
         code = f"import sys; sys.path.append({str(project / 'src')!r}); "
-        code += f"import {package}.cli; print({package}.PROGRAM)"
+        code += f"import {package}.__main__; print({package}.PROJECT.program)"
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=project / "scripts",

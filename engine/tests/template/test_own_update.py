@@ -1,17 +1,17 @@
 """`scripts/dev.py update`: applies the template's changes to a project, with only git."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hooks.answers import EXTRAS, Refused
-from hooks.extras import choose
 from lockstep_gpt import PROJECT
 
+ENGINE = "engine/src/lockstep"
+CHANGED_FILE = {"lockstep_gpt": "gpt.py", "lockstep": "schedule.py"}
+DELETED = {"lockstep_gpt": "generate.py", "lockstep": "logs.py"}
 FIRST, LAST = "# the template's first line\n", "# the user's last line\n"
 
 
@@ -21,10 +21,10 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def first(generate, projects, once, begun, git):
-    """A project without extras that its user has started to change. Read only."""
+    """A project that its user has started to change. Read only."""
 
     def make(folder):
-        generate(folder, "extras=none")
+        generate(folder)
         # In a copy, only times differ that git would compare, and then read every file.
         git(folder / "my-gpt", "config", "core.checkStat", "minimal")
         git(folder / "my-gpt", "config", "core.trustctime", "false")
@@ -62,12 +62,15 @@ def update(environment):
 
 
 def change(upstream: Path, committed) -> None:
-    """Change, add, rename, and delete a source file."""
-    source = upstream / "src/lockstep_gpt"
-    edit(source / "gpt.py", before=FIRST)
-    (source / "model/new.py").write_text("import lockstep_gpt.gpt\n")
-    (source / "loading/order.py").rename(source / "loading/sequence.py")
-    (source / "generate.py").unlink()
+    """Change, add, rename, and delete a file of the project, and one of the engine."""
+    for source, renamed in (
+        (upstream / "src/lockstep_gpt", ("optim.py", "optimizers.py")),
+        (upstream / ENGINE, ("batch.py", "batches.py")),
+    ):
+        edit(source / CHANGED_FILE[source.name], before=FIRST)
+        (source / "new.py").write_text("import lockstep_gpt.gpt\n")
+        (source / renamed[0]).rename(source / renamed[1])
+        (source / DELETED[source.name]).unlink()
     committed(upstream)
 
 
@@ -76,25 +79,46 @@ def changes(project: Path, git) -> list[str]:
     return sorted("\t".join([line[0], line.split("\t")[-1]]) for line in lines)
 
 
-CHANGED = [
-    "A\tsrc/my_gpt/model/new.py",
+OF_ENGINE = [
+    f"A\t{ENGINE}/new.py",
+    f"D\t{ENGINE}/logs.py",
+    f"M\t{ENGINE}/schedule.py",
+    f"R\t{ENGINE}/batches.py",
+]
+OF_PROJECT = [
+    "A\tsrc/my_gpt/new.py",
     "D\tsrc/my_gpt/generate.py",
     "M\t.template.json",
     "M\tsrc/my_gpt/gpt.py",
-    "R\tsrc/my_gpt/loading/sequence.py",
+    "R\tsrc/my_gpt/optimizers.py",
 ]
+CHANGED = sorted([*OF_ENGINE, *OF_PROJECT])
+
+
+def engine_of(folder: Path, tree) -> dict[str, tuple[bool, bytes]]:
+    """Return the files of an engine, without its tests and what Python writes."""
+    files = tree(folder / "engine")
+    return {
+        name: files[name]
+        for name in files
+        if not name.startswith("tests/") and "__pycache__" not in name
+    }
 
 
 @pytest.mark.slow
-def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update, committed, git):
+def test_an_update_brings_changes_and_keeps_user_edits(
+    project, upstream, update, committed, git, tree
+):
     change(upstream, committed)
     output = update(project)
     assert "all applied and staged" in output
+    assert "changes of yours" not in output
     assert changes(project, git) == CHANGED
+    assert engine_of(project, tree) == engine_of(upstream, tree)
     model = (project / "src/my_gpt/gpt.py").read_text("utf-8")
     assert model.startswith(FIRST)
     assert model.endswith(LAST)
-    assert (project / "src/my_gpt/model/new.py").read_text() == "import my_gpt.gpt\n"
+    assert (project / "src/my_gpt/new.py").read_text() == "import my_gpt.gpt\n"
     assert (project / "README.md").read_text("utf-8").endswith(LAST)
     record = json.loads((project / ".template.json").read_text("utf-8"))
     assert record["commit"] == git(upstream, "rev-parse", "HEAD").strip()
@@ -128,10 +152,10 @@ def test_a_second_update_starts_from_the_first(project, upstream, update, commit
     change(upstream, committed)
     update(project)
     committed(project)
-    edit(upstream / "src/lockstep_gpt/model/new.py", after="# more\n")
+    edit(upstream / "src/lockstep_gpt/new.py", after="# more\n")
     committed(upstream)
     update(project)
-    assert changes(project, git) == ["M\t.template.json", "M\tsrc/my_gpt/model/new.py"]
+    assert changes(project, git) == ["M\t.template.json", "M\tsrc/my_gpt/new.py"]
 
 
 @pytest.mark.slow
@@ -155,128 +179,96 @@ def test_conflicting_changes_get_conflict_markers(project, upstream, update, com
     assert output.endswith("".join(f"  {name}\n" for name in names))
     model = (project / "src/my_gpt/gpt.py").read_text("utf-8")
     assert {"<<<<<<<", "=======", ">>>>>>>"} <= {line[:7] for line in model.splitlines()}
-    assert (project / "src/my_gpt/model/new.py").is_file()
+    assert (project / "src/my_gpt/new.py").is_file()
     refused = update(project, status=2)  # not before these are fixed
     assert "the working tree is not clean" in refused
 
 
 @pytest.mark.slow
 def test_a_conflict_without_markers_says_what_happened(project, upstream, update, committed):
-    mine = project / "src/my_gpt/run/loggers/mine.py"
-    mine.write_text("# the user's logger\n")
+    (project / "configs/model/mine.yaml").write_text("# the user's model\n")
     (project / "src/my_gpt/generate.py").unlink()
     committed(project)
     edit(upstream / "src/lockstep_gpt/generate.py", before=FIRST)
-    loggers = upstream / "engine/src/lockstep/run/loggers"
-    loggers.rename(loggers.with_name("trackers"))
+    (upstream / "configs/model").rename(upstream / "configs/models")
     committed(upstream)
     output = update(project, status=1)
     assert output.endswith(
-        "  src/my_gpt/generate.py  (you deleted it, the template changed it)\n"
-        "  src/my_gpt/run/trackers/mine.py  "
+        "  configs/models/mine.yaml  "
         "(yours, moved with its folder, which the template renamed)\n"
+        "  src/my_gpt/generate.py  (you deleted it, the template changed it)\n"
     )
-    assert (project / "src/my_gpt/run/trackers/mine.py").read_text() == "# the user's logger\n"
-
-
-def extras_of(project: Path) -> str:
-    """Return the project's answer to the question `extras`."""
-    return json.loads((project / ".template.json").read_text("utf-8"))["answers"]["extras"]
+    assert (project / "configs/models/mine.yaml").read_text() == "# the user's model\n"
 
 
 @pytest.mark.slow
-def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
-    project, update, committed, git
-):
-    before = git(project, "ls-files").splitlines()
-    assert update(project, "--add", "hub").startswith("adds hub, removes nothing\n")
+def test_changes_of_the_engine_are_merged_and_named(project, upstream, update, committed, git):
+    edited = project / f"{ENGINE}/schedule.py"
+    edit(edited, after=LAST)
+    (project / f"{ENGINE}/mine.py").write_text(LAST)
     committed(project)
-    assert (project / "src/my_gpt/extras/hub/pretrained.py").is_file()
-    assert "transformers>=" in (project / "pyproject.toml").read_text("utf-8")
-    assert update(project, "--extras", "pages", "--add", "hub").startswith(
-        "adds pages, removes nothing\n"
-    )
-    committed(project)
-    assert set(extras_of(project).split()) == {"hub", "pages"}
-    assert (project / "src/my_gpt/extras/hub/pretrained.py").is_file()
-    assert update(project, "--remove", "hub").startswith("adds nothing, removes hub\n")
-    committed(project)
-    assert extras_of(project) == "pages"
-    assert not (project / "src/my_gpt/extras/hub").exists()
-    assert (project / "src/my_gpt/extras/pages").is_dir()
-    update(project, "--remove", "all")
-    committed(project)
-    assert extras_of(project) == "none"
-    assert git(project, "ls-files").splitlines() == before
-    assert (project / "README.md").read_text("utf-8").endswith(LAST)
-
-
-@pytest.mark.slow
-def test_extras_come_without_the_template_s_later_changes(project, upstream, update, committed):
     change(upstream, committed)
-    update(project, "--add", "evidence")
-    committed(project)
-    assert extras_of(project) == "evidence"
-    assert FIRST not in (project / "src/my_gpt/gpt.py").read_text("utf-8")
-    update(project, "--add", "hub", "--to", "HEAD")
-    assert set(extras_of(project).split()) == {"hub", "evidence"}
-    assert (project / "src/my_gpt/gpt.py").read_text("utf-8").startswith(FIRST)
+    output = update(project)
+    names = f"{ENGINE}/mine.py, {ENGINE}/schedule.py"
+    assert f"engine/ has changes of yours, which git merges: {names}\n" in output
+    assert changes(project, git) == CHANGED
+    text = edited.read_text("utf-8")
+    assert text.startswith(FIRST)
+    assert text.endswith(LAST)
+    assert (project / f"{ENGINE}/mine.py").read_text() == LAST
 
 
 @pytest.mark.slow
-def test_former_names_in_a_record_and_on_the_command_line_are_understood(
-    upstream, generate, tmp_path, update
+def test_a_conflict_in_the_engine_is_one_as_in_any_file(project, upstream, update, committed):
+    edit(project / f"{ENGINE}/schedule.py", before="# the user's first line\n")
+    committed(project)
+    change(upstream, committed)
+    output = update(project, status=1)
+    assert output.endswith(f"resolve these, git add them, test, commit:\n  {ENGINE}/schedule.py\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [False, True], ids=["gone", "with files that git ignores"])
+def test_without_the_engine_s_source_the_rest_is_updated(
+    leaves, project, upstream, update, committed, git
 ):
-    generate.of(upstream)(tmp_path, "extras=fsdp2 documents")
-    project = tmp_path / "my-gpt"
-    assert extras_of(project) == "fsdp2 documents"
-    output = update(project, "--add", "trackers mixtures export warm")
-    assert output.startswith("adds hub, removes nothing\n")
-    assert set(extras_of(project).split()) == {"datasets", "hub"}
+    """The owner uses a release of it instead."""
+    shutil.rmtree(project / "engine")
+    if leaves:
+        (project / f"{ENGINE}/__pycache__").mkdir(parents=True)
+        (project / f"{ENGINE}/__pycache__/batch.pyc").touch()
+    about = (project / "pyproject.toml").read_text("utf-8")
+    released = "lightning-lockstep[tokens,wandb]==0.3.0"
+    (project / "pyproject.toml").write_text(
+        about.replace("lightning-lockstep[tokens,wandb]", released), "utf-8"
+    )
+    committed(project)
+    change(upstream, committed)
+    assert "all applied and staged" in update(project)
+    assert changes(project, git) == OF_PROJECT
+    assert git(project, "ls-files", "engine") == ""
+    assert released in (project / "pyproject.toml").read_text("utf-8")
 
 
-def test_all_stays_all_until_one_is_removed():
-    everything = choose("none", "all", "")["extras"]
-    assert everything == choose(everything, "evidence", "")["extras"] == "all"
-    assert set(choose(everything, "", "evidence")["extras"].split()) == {*EXTRAS} - {"evidence"}
-
-
-@pytest.mark.parametrize(
-    ("add", "remove", "message"),
-    [
-        ("evidense", "", "--add=evidense is not one of .*; did you mean evidence[?]"),
-        ("", "evidense", "--remove=evidense is not one of .*; did you mean evidence[?]"),
-        ("", "evidence", "--remove=evidence is not in the project, whose extras are: hub"),
-        ("", "fsdp2", "--remove=fsdp2 is not an extra: every project has it, or none does"),
-        ("none", "", '--add=none adds nothing; .* update --remove "hub"'),
-    ],
-)
-def test_extras_that_cannot_be_added_or_removed_are_rejected(add, remove, message):
-    with pytest.raises(Refused) as refused:
-        choose("hub", add, remove)
-    assert re.fullmatch(message, str(refused.value))
-
-
-@pytest.mark.parametrize("option", ["--extras", "--remove"])
-def test_an_update_with_rejected_extras_changes_nothing(option, project, update, tree):
+def test_a_project_of_0_2_is_told_its_way(project, update, committed, tree):
+    """Its engine was in its own package, and its record has an answer on extras."""
+    record = json.loads((project / ".template.json").read_text("utf-8"))
+    record["answers"]["extras"] = "pages"
+    (project / ".template.json").write_text(json.dumps(record), "utf-8")
+    committed(project)
     before = tree(project)
-    refused = update(project, option, "evidense", status=2)
-    name = option.replace("--extras", "--add")
-    line = f"dev.py: update: {name}=evidense is not one of .*; did you mean evidence[?]\n"
-    assert re.fullmatch(line, refused)
+    refused = update(project, status=2)
+    assert refused.count("\n") == 1
+    assert "this project is of 0.2" in refused
+    assert "docs/from_0_2.md of the template says how" in refused
     assert tree(project) == before
-
-
-def test_several_names_without_quotes_are_answered_with_quotes(project, update):
-    refused = update(project, "--add", "evidence", "hub", status=2)
-    assert re.fullmatch('.*: hub is not a path .*: --add "evidence hub"\n', refused)
 
 
 # What an owner writes: new files, and lines in files of the template.
 OWN_FILES = {
     "configs/experiment/ours.yaml": "# @package _global_\n# Ours.\ndefaults:\n  - smoke\n",
-    "src/my_gpt/training/own.py": '"""Ours."""\n',
-    "tests/training/test_own.py": "def test_own():\n    pass\n",
+    "src/my_gpt/ours.py": '"""Ours."""\n',
+    "tests/test_ours.py": "def test_ours():\n    pass\n",
     "docs/results.md": "# Results\n",
 }
 OWN_LINES = {
@@ -290,26 +282,26 @@ OWN_LINES = {
 
 
 @pytest.mark.slow
-def test_all_edits_of_an_owner_survive_added_and_removed_extras(project, update, committed, git):
+def test_all_edits_of_an_owner_survive_an_update(project, upstream, update, committed):
     for name, text in OWN_FILES.items():
+        (project / name).parent.mkdir(exist_ok=True)
         (project / name).write_text(text, "utf-8")
     for name, (old, new) in OWN_LINES.items():
         text = (project / name).read_text("utf-8")
         assert text.count(old) == 1, name
         (project / name).write_text(text.replace(old, new), "utf-8")
     committed(project)
-    edited = git(project, "rev-parse", "HEAD").strip()
-    assert "all applied and staged" in update(project, "--add", "all")
-    committed(project)
-    assert extras_of(project) == "all"
+    for name in OWN_LINES:  # far from what the owner wrote, so git can merge
+        if name != "README.md":
+            edit(upstream / name.replace("my_gpt", "lockstep_gpt"), after="\n# the template's\n")
+    committed(upstream)
+    assert "all applied and staged" in update(project)
     for name, text in OWN_FILES.items():
         assert (project / name).read_text("utf-8") == text
     for name, (_, new) in OWN_LINES.items():
-        assert new in (project / name).read_text("utf-8"), name
-    assert "all applied and staged" in update(project, "--remove", "all")
-    committed(project)
-    assert git(project, "diff", edited, "HEAD", "--", ".", ":!.template.json") == ""
-    assert extras_of(project) == "none"
+        text = (project / name).read_text("utf-8")
+        assert new in text, name
+        assert text.endswith("# the template's\n") or name == "README.md"
 
 
 @pytest.mark.slow
@@ -368,5 +360,5 @@ def test_an_unknown_commit_is_rejected_in_one_line(project, update, tree):
 
 
 def test_help_is_shown_without_an_environment(project, update):
-    assert {"--add", "--remove"} <= set(update(project, "--help").split())
+    assert {"TEMPLATE", "--to"} <= set(update(project, "--help").split())
     assert not (project / ".venv").exists()

@@ -20,10 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-LIMIT = 40 * 60  # seconds, for each step: all tests of a project take twenty minutes of two cores
-# Among a project's tests, most of which train.
-FAST = "test_schedule.py or test_generate.py or test_gpt.py or test_modern.py or test_order.py"
-MANY = 1000  # tests of a project with the default answers
+LIMIT = 20 * 60  # seconds, for each step: most of it is for an installation with a slow network
+ENGINE = "lightning-lockstep"
 ANSWERS = ("wandb_project=its-wandb", "wandb_entity=its-team")
 
 
@@ -57,22 +55,45 @@ def run(environment):
     return to_the_end
 
 
-def required(
-    project: str, needs: Callable[[str], list[str]], extra: str
-) -> list[metadata.Distribution]:
-    """Return the distributions that an extra of a project installs, as far as they are here.
+Needs = dict[str, Callable[[str], list[str]]]
+
+
+def of_source(folder: Path) -> Callable[[str], list[str]]:
+    """Return a function that returns what a source tree needs, with an optional dependency."""
+    about = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+    groups = about.get("dependency-groups", {})
+    optional = about["project"]["optional-dependencies"]
+    if groups:
+        assert groups["dev"] == [{"include-group": "test"}, {"include-group": "lint"}]
+        optional = optional | {"dev": [*groups["test"], *groups["lint"]]}
+
+    def needs(extra: str) -> list[str]:
+        return [*about["project"]["dependencies"], *optional.get(extra, [])]
+
+    return needs
+
+
+def of_wheel(wheel: Path) -> Callable[[str], list[str]]:
+    """Return a function that returns what a wheel needs."""
+    name, version = wheel.name.split("-")[:2]
+    about = metadata.PathDistribution(zipfile.Path(wheel, f"{name}-{version}.dist-info/"))
+    return lambda _: about.requires or []
+
+
+def required(needs: Needs, project: str, extra: str) -> list[metadata.Distribution]:
+    """Return the distributions of others that a project installs, as far as they are here.
 
     Args:
+        needs: for the names of ours, functions that return the requirements with an extra.
         project: the project's name.
-        needs: returns the requirements of an extra.
         extra: "" for none.
     """
     waiting = [(project, extra)]
     seen, installed = set(waiting), {}
     while waiting:
         name, extra = waiting.pop()
-        if name == project:
-            needed = needs(extra)
+        if name in needs:
+            needed = needs[name](extra)
         else:
             with contextlib.suppress(metadata.PackageNotFoundError):  # it is for other machines
                 installed[name] = metadata.distribution(name)
@@ -103,25 +124,23 @@ PIP = [sys.executable, "-m", "pip", "--python"]
 
 @pytest.fixture
 def borrowing(run):
-    """Give a project a complete `.venv`, with its requirements from this environment."""
+    """Give a project a complete `.venv`, with its requirements from this environment.
 
-    def borrow(project: Path) -> Path:
+    Its engine is installed from its source, or else from what `options` of pip name, without a
+    network.
+    """
+
+    def borrow(project: Path, engine: Callable[[str], list[str]], *options: str | Path) -> Path:
         run(project, sys.executable, "-m", "venv", "--without-pip", ".venv")
-        text = (project / "pyproject.toml").read_text("utf-8")
-        about, groups = (tomllib.loads(text)[name] for name in ("project", "dependency-groups"))
-        assert groups["dev"] == [{"include-group": "test"}, {"include-group": "lint"}]
-        extras = about["optional-dependencies"] | {"dev": [*groups["test"], *groups["lint"]]}
-
-        def needs(extra: str) -> list[str]:
-            return [*about["dependencies"], *extras.get(extra, [])]
-
         pip = metadata.distributions(name="pip")  # as in a virtual environment that has its own
-        link([*required(about["name"], needs, "dev"), *pip], project / ".venv")
+        needs = {"my-gpt": of_source(project), ENGINE: engine}
+        link([*required(needs, "my-gpt", "dev"), *pip], project / ".venv")
         tools = project / ".venv/bin"
         for tool in Path(sysconfig.get_path("scripts")).iterdir():
             if not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
-        run(project, *PIP, ".venv/bin/python", "install", "-q", "--no-deps", "-e", ".")
+        install = [*PIP, ".venv/bin/python", "install", "-q", "--no-index", "--no-build-isolation"]
+        run(project, *install, *options, "-e", ".")
         stamp = (
             "from environments import Environment; here = Environment();"
             "here.stamp.write_text(' '.join(here._wanted(True, ())))"
@@ -139,41 +158,77 @@ def project(projects, once, generate, borrowing, run):
 
     def make(folder: Path) -> None:
         generate(folder, *ANSWERS)
-        borrowing(folder / "my-gpt")
+        project = folder / "my-gpt"
+        borrowing(project, of_source(project / "engine"), "-e", "engine")
         dev = [sys.executable, "scripts/dev.py", "train", "--cfg", "job"]
-        assert "max_steps:" in run(folder / "my-gpt", *dev)
+        assert "max_steps:" in run(project, *dev)
 
     return once(projects / "installed", make) / "my-gpt"
 
 
 @pytest.fixture
 def packed(projects, once, project, run):
-    """The folder of its wheel and its sdist."""
-    python = project / ".venv/bin/python"
-    words = ["-m", "hatchling", "build", "-d"]
-    return once(projects / "packed", lambda folder: run(project, python, *words, folder))
+    """The folder of its wheel and its sdist, and of the engine's wheel."""
+
+    def make(folder: Path) -> None:
+        build = [project / ".venv/bin/python", "-m", "hatchling", "build", "-d", folder]
+        run(project, *build)
+        run(project / "engine", *build, "-t", "wheel")
+
+    return once(projects / "packed", make)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("extras", ["pages"])
+@pytest.mark.timeout(2 * LIMIT + 60)
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
-    extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, types, monkeypatch, request
+    zipped, generate, borrowing, run, git, tmp_path, types, monkeypatch, request
 ):
-    """Without `--whole-projects`, only lint, types, and fast tests: all take minutes, as ours."""
-    all_tests = request.config.getoption("--whole-projects", default=False)
-    options = ["--all", "-n", "auto"] if all_tests else ["-n0", "-k", FAST]  # next to other tests
-    # Not the cache of other tests: this environment lacks libraries of extras, so mypy would read
-    # torch again for each of the two.
-    monkeypatch.setenv("MYPY_CACHE_DIR", str(types(extras)))
-    generate(tmp_path, f"extras={extras}")
-    project = borrowing(tmp_path / "my-gpt")
+    """With `--whole-projects`, its environment is one that pip makes, and all tests run."""
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(types("own_tests")))
+    generate.of(zipped)(tmp_path)
+    project = tmp_path / "my-gpt"
+    options = ["--all"]
+    if not request.config.getoption("--whole-projects", default=False):
+        borrowing(project, of_source(project / "engine"), "-e", "engine")
+        options = ["-n0"]  # next to other tests
     # pytest would otherwise delete files of earlier sessions now, which slows down all other tests.
-    files = f"--basetemp={tmp_path_factory.mktemp('own')}"
-    out = run(project, sys.executable, "scripts/dev.py", "test", *options, files)
-    counts = re.findall(r"(\d+) (?:passed|deselected)", out)
-    assert sum(map(int, counts)) > MANY
+    out = run(
+        project, sys.executable, "scripts/dev.py", "test", *options, f"--basetemp={tmp_path}/t"
+    )
+    assert "lint passed, types passed, tests passed" in out
+    assert re.search(r"\d+ passed", out)
+    assert not re.search(r"\d+ skipped", out), out
     assert git(project, "status", "--porcelain") == ""
+
+
+# What stands for the engine's source in the project's dependencies.
+RELEASES = {
+    "a wheel": "lightning-lockstep[tokens,wandb] @ file://{wheel}",
+    "a version": "lightning-lockstep[tokens,wandb]=={version}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES)
+def test_with_a_release_of_the_engine_instead_of_its_source_it_trains(
+    release, packed, generate, borrowing, run, tmp_path
+):
+    generate(tmp_path)
+    project = tmp_path / "my-gpt"
+    shutil.rmtree(project / "engine")
+    (wheel,) = packed.glob("lightning_lockstep-*.whl")
+    line = RELEASES[release].format(wheel=wheel, version=wheel.name.split("-")[1])
+    about = (project / "pyproject.toml").read_text("utf-8")
+    (old,) = re.findall(r'^    "(lightning-lockstep\[tokens,wandb\])", #', about, re.MULTILINE)
+    (project / "pyproject.toml").write_text(about.replace(f'"{old}"', f'"{line}"'), "utf-8")
+    options = ["--find-links", packed] if release == "a version" else []
+    borrowing(project, of_wheel(wheel), *options)
+    program = "import lockstep; print(lockstep.__file__)"
+    place = run(project, ".venv/bin/python", "-c", program)
+    assert place.startswith(str(project / ".venv/lib"))
+    words = ["train", "experiment=smoke", "logger=none", "max_steps=4", "val_every=4"]
+    out = run(project, sys.executable, "scripts/dev.py", *words)
+    assert "step 4/4  val_loss" in out
 
 
 @pytest.mark.slow
@@ -205,19 +260,17 @@ def test_its_wheel_and_sdist_contain_its_configs(project, packed):
 
 
 @pytest.mark.slow
-def test_from_the_wheel_alone_it_trains_in_an_empty_folder(packed, run, tmp_path):
+def test_from_the_wheels_alone_it_trains_in_an_empty_folder(packed, run, tmp_path):
     (tmp_path / "empty").mkdir()
-    (wheel,) = packed.glob("*.whl")
-    about = metadata.PathDistribution(zipfile.Path(wheel, "my_gpt-0.1.0.dist-info/"))
+    wheels = {
+        "my-gpt": next(packed.glob("my_gpt-*.whl")),
+        ENGINE: next(packed.glob("lightning_lockstep-*.whl")),
+    }
     run(tmp_path, sys.executable, "-m", "venv", "--without-pip", "fresh")
-    # Links to the packages that its metadata requires. pip may download others, but may not replace
-    # these: it would write to this environment.
-    linked = required("my-gpt", lambda _: about.requires or [], "")
-    link(linked, tmp_path / "fresh")
-    versions = (f"{distribution.name}=={distribution.version}\n" for distribution in linked)
-    (tmp_path / "versions.txt").write_text("".join(versions))
-    pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # the imported ones are
-    run(tmp_path, *pip, "-c", "versions.txt", wheel)
+    needs = {name: of_wheel(wheel) for name, wheel in wheels.items()}
+    link(required(needs, "my-gpt", ""), tmp_path / "fresh")
+    pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-index", "--no-compile"]
+    run(tmp_path, *pip, *wheels.values())
     command = tmp_path / "fresh/bin/my-gpt"
     words = ["train", "experiment=smoke", "logger=none", "callbacks.sample.length=9"]
     out = run(tmp_path / "empty", command, *words)

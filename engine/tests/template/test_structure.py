@@ -1,8 +1,9 @@
 """The shape of our source: imports run downward, parts are short, and classes stay as written.
 
-These rules are for this repository: a project's owner may shape the source in other ways.
-Each rule lists its remaining exceptions. A list must be exact, so that it can only get shorter:
-a test also fails if an exception in its list is no longer one.
+The engine knows nothing of the project, and the project uses the engine's public names. These rules
+are for this repository: a project's owner may shape the source in other ways. Each rule lists its
+remaining exceptions. A list must be exact, so that it can only get shorter: a test also fails if an
+exception in its list is no longer one.
 """
 
 import ast
@@ -11,81 +12,108 @@ import graphlib
 import re
 import symtable
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import yaml
 
-SOURCE = Path(__file__).parents[3] / "src"
-CONFIGS = SOURCE.with_name("configs")
-PACKAGE = "lockstep_gpt"
-# From the bottom up; a module may use layers before its own, and its own.
+import lockstep
+
+ROOT = Path(__file__).parents[3]
+ENGINE, PROJECT = "lockstep", "lockstep_gpt"
+SOURCES = {ENGINE: ROOT / "engine/src", PROJECT: ROOT / "src"}
+CONFIGS = (ROOT / "configs", ROOT / "engine/src/lockstep/configs")
+# Of the engine, from the bottom up; a module may use layers before its own, and its own. Folders
+# side by side in a layer may use each other, but no modules do so in a circle. A module may have a
+# place of its own.
 LAYERS = [
     "exits",
     "logs",
+    "versions",
+    "standard_streams",
     "errors",
+    "optional",
     "damaged_files",
     "whole_files",
     "settings",
     "batch",
     "schedule",
-    "optional",
-    "python_patches",
-    "numpy_patches",
-    "torch_patches",
-    "lightning_patches",
-    "omegaconf_patches",
+    "functional",
+    "project",
+    "command_line",
+    "ranks",
+    "patches",
     "processes",
-    "standard_streams",
     "stop_signals",
     "building",
-    "model",
     "loading",
     "tokens",
-    "distributed",
-    "run",
-    "training",
+    "strategies",
+    "muon",
+    "callbacks checkpoints loggers memory metrics run",  # a run and its parts
+    "mixtures",
+    "configs",
     "launch",
-    "gpt",
-    "modern",
-    "optim",
-    "data",
-    "module",
-    "sample",
-    "trained_model",
-    "initial_weights",
-    "measure",
-    "generate",
-    "evaluate",
-    "prepare",
-    "train",
-    "programs",
+    "tokens.command",
     "testing",
-    "cli",
-    "__main__",
-    "extras",
+    "cluster",
+    "evaluation",
+    "hub",
+    "pages",
+    "evidence",
+    "commands",
 ]
-# The core runs an extra's command, and imports an extra when a setting needs it.
-MAY_LOOK_UP = {
+# Features on top of the engine's core.
+OPTIONAL = {"cluster", "commands", "evidence", "hub", "mixtures", "pages"}
+# A program of its own, which evidence starts, runs a command as the shell would.
+MAY_LOOK_UP = {"lockstep.evidence.worker": "lockstep.commands"}
+# Of the engine, besides `lockstep` itself, what a project may use; `*` stands for what is inside.
+PUBLIC = (
     "lockstep.commands",
-    "lockstep_gpt.trained_model",
+    "lockstep.errors",
+    "lockstep.functional",
+    "lockstep.loading.*",
+    "lockstep.project",
+    "lockstep.settings",
+    "lockstep.tokens",
+    "lockstep.tokens.*",
+)
+# What the project still uses beyond that.
+NOT_PUBLIC = {
+    "lockstep.building",
+    "lockstep.callbacks.environment",
+    "lockstep.checkpoints.reading",
+    "lockstep.checkpoints.same_shape",
+    "lockstep.checkpoints.weights",
+    "lockstep.command_line",
+    "lockstep.evaluation.command",
+    "lockstep.evaluation.measure",
+    "lockstep.hub.folder",
+    "lockstep.hub.gpt2",
+    "lockstep.hub.layout",
+    "lockstep.hub.reading",
+    "lockstep.loggers.tracking",
+    "lockstep.loggers.wandb_run",
+    "lockstep.mixtures.mask",
+    "lockstep.muon.optimizer",
+    "lockstep.run.directory",
+    "lockstep.run.source_code",
+    "lockstep.run.trust",
+    "lockstep.strategies.placing",
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef)
-# A string that names a module, or a name in it: `package.module`, `package.module.name`,
-# `package.module:name`, `.module:name`, or `.module`.
-TARGET = re.compile(rf"({PACKAGE})?((?:\.\w+)+)(?::(\w+))?")
+# A string that names a module, or a name in it: `package.module`, `package.module.name`, or
+# `package.module:name`.
+TARGET = re.compile(rf"({ENGINE}|{PROJECT})((?:\.\w+)+)(?::(\w+))?")
 
 
 # The text of each file, by its path.
 FILES = {
-    path.relative_to(SOURCE).as_posix(): path.read_text("utf-8")
-    for path in sorted(SOURCE.rglob("*.py"))
-}
-CORE = {
-    file: text
-    for file, text in FILES.items()
-    if file.startswith(f"{PACKAGE}/") and not file.startswith(f"{PACKAGE}/extras/")
+    path.relative_to(source).as_posix(): path.read_text("utf-8")
+    for source in SOURCES.values()
+    for path in sorted(source.rglob("*.py"))
 }
 
 
@@ -95,10 +123,9 @@ def modules(files: dict[str, str]) -> dict[str, str]:
     return {name.removesuffix(".__init__"): text for name, text in names.items()}
 
 
-ALL = modules(FILES)  # with Hydra's plugin
-OURS = {name: text for name, text in ALL.items() if name.startswith(f"{PACKAGE}.")}
-OF_CORE = {name: text for name, text in modules(CORE).items() if name in OURS}
-EXTRAS = [name for name in OURS if re.fullmatch(rf"{PACKAGE}\.extras\.\w+", name)]
+ALL = modules(FILES)  # with Hydra's plugins
+OF_ENGINE = {name: text for name, text in ALL.items() if name.startswith(f"{ENGINE}.")}
+OF_PROJECT = {name: text for name, text in ALL.items() if name.split(".")[0] == PROJECT}
 
 
 @functools.cache
@@ -129,24 +156,20 @@ def imports(nodes: Iterable[ast.AST], modules: Iterable[str]) -> Iterator[str]:
                 yield from (name for name in [inner, node.module] if name in modules)
 
 
-def targets(source: str, modules: Iterable[str]) -> Iterator[str]:
+def targets(source: str) -> Iterator[str]:
     """Yield the strings that name a module of ours, or a name in it, except keys of dicts."""
     nodes = list(ast.walk(parsed(source)))
     keys = {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
     parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found = TARGET.fullmatch(node.value)
-            if found and id(node) not in keys | parts:
-                is_sure = found[1] or found[3]  # else `.json` would be one, too
-                if is_sure or f"{PACKAGE}{found[2]}" in modules:
-                    yield node.value
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and TARGET.fullmatch(node.value) and id(node) not in keys | parts:
+            yield node.value
 
 
 def located(target: str, modules: Iterable[str]) -> tuple[str, str]:
     """Return the module and the name that a target names; both are empty if there is no such."""
-    place = f"{PACKAGE}{target}" if target.startswith(".") else target
-    module, colon, name = place.partition(":")
+    module, colon, name = target.partition(":")
     if colon or module in modules:
         return (module, name) if module in modules else ("", "")
     module, _, name = module.rpartition(".")
@@ -169,9 +192,9 @@ def missing(target: str, sources: dict[str, str]) -> bool:
 def uses(name: str, sources: dict[str, str]) -> set[str]:
     """Return the other modules that one imports anywhere, or names in strings."""
     source = sources[name]
-    tree = parsed(source)
-    named = {located(target, sources)[0] for target in targets(source, sources)}
-    return {*imports(ast.walk(tree), sources), *named} - {name, ""}
+    named = {located(target, sources)[0] for target in targets(source)}
+    used = {*imports(ast.walk(parsed(source)), sources), *named} - {name, ""}
+    return used - {MAY_LOOK_UP.get(name)}
 
 
 def uses_at_start(name: str, sources: dict[str, str]) -> set[str]:
@@ -192,14 +215,15 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
     return {inner for block in blocks for node in block.body for inner in ast.walk(node)}
 
 
+def places() -> dict[str, int]:
+    """Return the place of each folder and of each module that has its own."""
+    return {name: place for place, names in enumerate(LAYERS) for name in names.split()}
+
+
 def layer(module: str) -> int:
     """Return the place of a module's layer."""
-    return LAYERS.index(module.split(".")[1])
-
-
-def may_look_up(name: str, used: str) -> bool:
-    """Tell whether a module of the core may use an extra's."""
-    return name in MAY_LOOK_UP and used.startswith(f"{PACKAGE}.extras.")
+    inner = module.partition(".")[2]
+    return places().get(inner, places()[inner.partition(".")[0]])
 
 
 def upward(sources: dict[str, str]) -> list[str]:
@@ -207,7 +231,7 @@ def upward(sources: dict[str, str]) -> list[str]:
         f"{name} uses {each}"
         for name in sources
         for each in sorted(uses(name, sources))
-        if layer(each) > layer(name) and not may_look_up(name, each)
+        if layer(each) > layer(name)
     ]
 
 
@@ -221,95 +245,156 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 SYNTHETIC = {
-    f"{PACKAGE}.loading.order": "import math\n",
-    f"{PACKAGE}.training.train": "def fit(): ...\n",
+    "lockstep.loading.order": "import math\n",
+    "lockstep.run.run": "def fit(): ...\n",
 }
 
 
 @pytest.mark.parametrize(
     ("source", "used"),
     [
-        ("from lockstep_gpt.training import train", "training.train"),
-        ("from lockstep_gpt.training.train import fit", "training.train"),
-        ("import lockstep_gpt.training.train", "training.train"),
-        ("def late():\n    from lockstep_gpt.training.train import fit", "training.train"),
-        ('PLACE = ".training.train:fit"', "training.train"),
-        ('PLACES = {"fit": (".training.train:fit", "a line of help")}', "training.train"),
-        ('PLACE = "lockstep_gpt.training.train"', "training.train"),
-        ('PLACE = "lockstep_gpt.training.train.fit"', "training.train"),
-        ('PLACE = ".training.train"', "training.train"),
-        ('MOVED = {"lockstep_gpt.training.train": ""}', ""),
-        ('name = f"{file}.training.train"', ""),
-        ('name = file.with_suffix(".json")', ""),
+        ("from lockstep.run import run", "run.run"),
+        ("from lockstep.run.run import fit", "run.run"),
+        ("import lockstep.run.run", "run.run"),
+        ("def late():\n    from lockstep.run.run import fit", "run.run"),
+        ('PLACE = "lockstep.run.run:fit"', "run.run"),
+        ('PLACES = {"fit": ("lockstep.run.run:fit", "a line of help")}', "run.run"),
+        ('PLACE = "lockstep.run.run"', "run.run"),
+        ('PLACE = "lockstep.run.run.fit"', "run.run"),
+        ('MOVED = {"lockstep.run.run": ""}', ""),
+        ('name = f"{file}.run.run"', ""),
         ("import torch", ""),
     ],
 )
 def test_a_use_is_an_import_anywhere_or_a_string_that_names_a_module(source, used):
-    sources = SYNTHETIC | {f"{PACKAGE}.loading.order": source}
-    expected = [f"{PACKAGE}.{used}"] if used else []
-    assert [*uses(f"{PACKAGE}.loading.order", sources)] == expected
-    lines = [f"{PACKAGE}.loading.order uses {each}" for each in expected]
+    sources = SYNTHETIC | {"lockstep.loading.order": source}
+    expected = [f"lockstep.{used}"] if used else []
+    assert [*uses("lockstep.loading.order", sources)] == expected
+    lines = [f"lockstep.loading.order uses {each}" for each in expected]
     assert upward(sources) == lines
 
 
 def test_a_use_of_the_own_layer_or_of_one_below_is_not_upward():
-    downward = {f"{PACKAGE}.training.train": "from lockstep.loading import order\n"}
-    assert upward(SYNTHETIC | downward) == []
-    beside = {f"{PACKAGE}.loading.windows": "from lockstep.loading import order\n"}
+    for name in ("lockstep.run.run", "lockstep.loading.windows"):
+        downward = {name: "from lockstep.loading import order\n"}
+        assert upward(SYNTHETIC | downward) == []
+    beside = {"lockstep.callbacks.seeds": "from lockstep.run import run\n"}
     assert upward(SYNTHETIC | beside) == []
 
 
 @pytest.mark.parametrize(
     "target",
-    [
-        ".training.train:miss",
-        ".training.miss:fit",
-        "lockstep_gpt.training.miss.fit",
-        "lockstep_gpt.x",
-    ],
+    ["lockstep.run.run:miss", "lockstep.run.miss:fit", "lockstep.run.miss.fit", "lockstep.x"],
 )
 def test_a_target_without_its_module_or_name_is_missing(target):
     assert missing(target, SYNTHETIC)
-    (found,) = targets(f'PLACE = "{target}"', SYNTHETIC)
+    (found,) = targets(f'PLACE = "{target}"')
     assert found == target
 
 
 def test_two_modules_that_use_each_other_are_a_circle():
     one, two = SYNTHETIC
     late = {
-        one: "def late():\n    from lockstep_gpt.training import train\n",
-        two: 'PLACE = ".loading.order:late"\n',
+        one: "def late():\n    from lockstep.run import run\n",
+        two: 'PLACE = "lockstep.loading.order:late"\n',
     }
     assert {*circle({name: uses(name, late) for name in late})} == {one, two}
     assert circle({name: uses_at_start(name, late) for name in late}) == []
     early = {
-        one: "try:\n    from lockstep_gpt.training import train\nfinally:\n    pass\n",
+        one: "try:\n    from lockstep.run import run\nfinally:\n    pass\n",
         two: "class Order:\n    from lockstep.loading import order\n",
     }
     assert {*circle({name: uses_at_start(name, early) for name in early})} == {one, two}
 
 
-def test_every_module_belongs_to_a_layer_and_every_layer_has_one():
-    assert {name.split(".")[1] for name in OURS} == set(LAYERS)
+def test_every_module_of_the_engine_belongs_to_a_layer_and_every_layer_has_one():
+    inner = {name.partition(".")[2] for name in OF_ENGINE}
+    folders = {name.partition(".")[0] for name in inner}
+    assert {name for name in places() if "." not in name} == folders
+    assert {name for name in places() if "." in name} <= inner
+    assert len(places()) == sum(len(names.split()) for names in LAYERS)
 
 
 @pytest.mark.slow
-def test_no_module_uses_a_layer_above_its_own():
-    assert upward(OURS) == []
+def test_no_module_of_the_engine_uses_a_layer_above_its_own():
+    assert upward(OF_ENGINE) == []
+
+
+def test_only_the_named_program_looks_up():
+    for name, used in MAY_LOOK_UP.items():
+        assert used in imports(ast.walk(parsed(ALL[name])), ALL)
+        assert layer(used) > layer(name)
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert circle({name: uses_at_start(name, OURS) for name in OURS}) == []
+    assert circle({name: uses_at_start(name, ALL) for name in ALL}) == []
 
 
 def test_no_modules_of_the_core_use_each_other_in_a_circle_even_in_functions_or_by_name():
-    assert circle({name: uses(name, OF_CORE) for name in OF_CORE}) == []
+    core = {name: OF_ENGINE[name] for name in OF_ENGINE if name.split(".")[1] not in OPTIONAL}
+    assert circle({name: uses(name, core) for name in core}) == []
+
+
+def test_the_engine_never_names_the_project():
+    """Neither in its source nor in its choices and pages."""
+    files = [path for path in SOURCES[ENGINE].rglob("*") if path.is_file()]
+    texts = {path: path.read_text("utf-8") for path in files if "__pycache__" not in path.parts}
+    named = re.compile(r"lockstep[-_]gpt|\blockstep gpt", re.IGNORECASE)
+    assert [str(path) for path, text in texts.items() if named.search(text)] == []
+
+
+def engine_s(source: str) -> set[str]:
+    """Return the modules of the engine that a module of the project uses, and public names."""
+    return {name for name in uses_in(source) if name.split(".")[0] == ENGINE}
+
+
+def uses_in(source: str) -> set[str]:
+    nodes = [*ast.walk(parsed(source))]
+    named = {located(target, ALL)[0] for target in targets(source)}
+    attributes = {
+        f"{ENGINE}.{node.attr}"
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == ENGINE
+    }
+    return {*imports(nodes, ALL), *named, *attributes} - {""}
+
+
+def is_public(name: str) -> bool:
+    names = {f"{ENGINE}.{each}" for each in lockstep.__all__}
+    return name in {ENGINE, *names} or any(fnmatchcase(name, each) for each in PUBLIC)
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("from lockstep.run import lock", {"lockstep.run", "lockstep.run.lock"}),
+        ("import lockstep\nlockstep.Mean()", {"lockstep", "lockstep.Mean"}),
+        ("import lockstep\nlockstep.run.lock", {"lockstep", "lockstep.run"}),
+        ('PLACE = "lockstep.run.lock:Lock"', {"lockstep.run.lock"}),
+        ("import torch", set()),
+    ],
+)
+def test_what_the_project_uses_is_found_however_it_is_named(source, used):
+    assert engine_s(source) == used
+
+
+def test_the_project_uses_public_names_of_the_engine_only():
+    used = set().union(*(engine_s(source) for source in OF_PROJECT.values()))
+    of_yaml = {
+        located(target, ALL)[0] if not is_public(target) else target
+        for path in CONFIGS[0].rglob("*.yaml")
+        for target in targets_in(yaml.safe_load(path.read_text("utf-8")))
+        if target.startswith(f"{ENGINE}.")
+    }
+    packages = {name for name in ALL if any(each.startswith(f"{name}.") for each in ALL)}
+    private = {name for name in used | of_yaml if not is_public(name)} - packages
+    assert private == NOT_PUBLIC
 
 
 def test_every_string_that_names_a_module_of_ours_names_an_existing_one():
-    named = {name: [*targets(source, OURS)] for name, source in OURS.items()}
+    named = {name: [*targets(source)] for name, source in ALL.items()}
     assert [*filter(None, named.values())]
-    lost = [f"{name}: {each}" for name in named for each in named[name] if missing(each, OURS)]
+    lost = [f"{name}: {each}" for name in named for each in named[name] if missing(each, ALL)]
     assert lost == []
 
 
@@ -325,24 +410,18 @@ def targets_in(node: object) -> Iterator[str]:
 
 
 def test_a_yaml_file_s_classes_are_found_at_any_depth():
-    content = {"loggers": [{"mine": {"_target_": "lockstep_gpt.training.train.miss"}}]}
+    content = {"loggers": [{"mine": {"_target_": "lockstep.run.run.miss"}}]}
     (target,) = targets_in(content)
     assert missing(target, SYNTHETIC)
 
 
 def test_every_class_of_ours_that_a_yaml_file_names_exists():
-    paths = sorted(CONFIGS.rglob("*.yaml"))
+    paths = [path for configs in CONFIGS for path in sorted(configs.rglob("*.yaml"))]
     named = {path: [*targets_in(yaml.safe_load(path.read_text("utf-8")))] for path in paths}
     ours = tuple(f"{name.partition('.')[0]}." for name in ALL)
     found = [(path, each) for path in paths for each in named[path] if each.startswith(ours)]
     assert len(found) > 5
     assert [(path, each) for path, each in found if missing(each, ALL)] == []
-
-
-def test_an_extra_is_named_by_few_modules_of_the_core():
-    assert len(EXTRAS) == 5
-    named = {name for name in OF_CORE if ".extras." in OF_CORE[name]}
-    assert named == MAY_LOOK_UP | {f"{PACKAGE}.optional"}  # which imports them
 
 
 # How long parts are
@@ -367,8 +446,8 @@ def without_empty(found: dict[str, set[str]]) -> dict[str, set[str]]:
     return {file: names for file, names in found.items() if names}
 
 
-def test_functions_of_the_core_have_at_most_60_lines():
-    long = {file: long_functions(source, 60) for file, source in CORE.items()}
+def test_functions_have_at_most_60_lines():
+    long = {file: long_functions(source, 60) for file, source in FILES.items()}
     assert without_empty(long) == {}
 
 
@@ -527,35 +606,35 @@ def test_names_of_ours_and_texts_are_no_private_names_of_others(line):
 
 def test_private_names_of_others_are_only_in_patches():
     own = set().union(*map(own_names, FILES.values()))
-    files = {name: text for name, text in FILES.items() if not name.endswith("_patches.py")}
+    files = {name: text for name, text in FILES.items() if "/patches/" not in name}
     assert without_empty({name: private_names(text, own) for name, text in files.items()}) == {
-        "lockstep_gpt/distributed/ddp.py": {"_foreach_zero_"},
-        "lockstep_gpt/distributed/exact_sums.py": {
-            "_foreach_add_",
-            "_foreach_mul_",
-        },
-        "lockstep_gpt/distributed/flight_recorder.py": {
-            "_C",
-            "_distributed_c10d",
-            "_dump_fr_trace",
-            "_dump_nccl_trace",
-        },
-        "lockstep_gpt/extras/cluster/examination.py": {"_C", "_distributed_c10d"},
-        "lockstep_gpt/extras/cluster/meeting.py": {"_C", "_distributed_c10d"},
-        "lockstep_gpt/extras/cluster/tracing.py": {
+        "lockstep/callbacks/counted_targets.py": {"_foreach_mul_"},
+        "lockstep/cluster/examination.py": {"_C", "_distributed_c10d"},
+        "lockstep/cluster/meeting.py": {"_C", "_distributed_c10d"},
+        "lockstep/cluster/tracing.py": {
             "_cdata",
             "_python_dispatch",
             "_pytree",
             "_subclasses",
         },
-        "lockstep_gpt/extras/pages/recording.py": {"_foreach_norm"},
         # A name in a text that is read, not one that is used.
-        "lockstep_gpt/launch/signatures.py": {"_defaults_from_env_vars"},
-        "lockstep_gpt/training/counted_targets.py": {"_foreach_mul_"},
-        "lockstep_gpt/training/matrix_placement.py": {
+        "lockstep/launch/signatures.py": {"_defaults_from_env_vars"},
+        "lockstep/muon/optimizer.py": {"_foreach_add_"},
+        "lockstep/muon/placement.py": {
             "_foreach_add_",
             "_foreach_copy_",
             "_foreach_mul_",
         },
-        "lockstep_gpt/training/muon.py": {"_foreach_add_"},
+        "lockstep/pages/recording.py": {"_foreach_norm"},
+        "lockstep/ranks/flight_recorder.py": {
+            "_C",
+            "_distributed_c10d",
+            "_dump_fr_trace",
+            "_dump_nccl_trace",
+        },
+        "lockstep/strategies/ddp.py": {"_foreach_zero_"},
+        "lockstep/strategies/exact_sums.py": {
+            "_foreach_add_",
+            "_foreach_mul_",
+        },
     }

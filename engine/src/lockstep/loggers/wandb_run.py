@@ -106,7 +106,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             **arguments,
         )
         if guard is not None:
-            guard_rows(run, guard)
+            guard_rows(run, guard.call)
         define_axes(run)
         super().__init__(experiment=run)
         self.directory = directory

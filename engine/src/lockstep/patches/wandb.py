@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import wandb
 import wandb.sdk.launch.inputs.internal  # `wandb.init` would import it, which takes a second
 
-from lockstep.loggers.tracker_guard import TrackerGuard
 from lockstep.ranks.ranks import is_restart
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ def quick_start() -> dict[str, Any]:
     return {"x_save_requirements": False} if is_restart() else {}
 
 
-def guard_rows(run: Run, guard: TrackerGuard) -> None:
-    """Let `guard` make the calls that log rows, wherever they come from.
+def guard_rows(run: Run, call: Callable[..., object]) -> None:
+    """Let `call` make the calls that log rows, wherever they come from.
 
     The hooks of `Run.watch` log in the middle of a backward pass, and users call `wandb.log`: both
     end up in `Run._log`, and have no public name in common.
     """
-    run._log = partial(guard.call, "log", run._log)  # type: ignore[method-assign]
+    run._log = partial(call, "log", run._log)  # type: ignore[method-assign]
 
 
 def kill_service() -> None:

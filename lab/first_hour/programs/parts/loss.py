@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from clock import DEVICE, milliseconds, show
+from lockstep import functional
 from torch import Tensor
 
-from lockstep import functional
 from parts.gradients import WRONG, gradient_of, relative_error
 from parts.recipe import PADDED_V, B, C, T, V, micro_batch
 
