@@ -178,7 +178,8 @@ def remarks(runs: list[Run]) -> str:
     means = [f"{float(run.rows[-1]['val/mean_of_means']):.6f}" for run in by_hand]
     numbers = " and ".join(str(run.ranks) for run in by_hand)
     return (
-        f"lines: of the rung's own script; {PROJECT.program} is a command. MB: of a process.\n"
+        f"lines: of the rung's own script; {PROJECT.program} is a command. "
+        "MB: the largest process.\n"
         "Losses differ only by rounding: other batch shapes are added in another order.\n"
         "val loss is the mean over samples. The mean of the batches' means, which you get by\n"
         "averaging the values that batches or ranks report, is "
