@@ -41,7 +41,6 @@ TEMPLATE_ONLY = (
 OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     ".devcontainer",
     ".editorconfig",
-    ".env.example",
     ".gitattributes",
     ".gitignore",
     ".pre-commit-config.yaml",

@@ -12,6 +12,7 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   lint                    only lint and types
   format                  fix what lint can fix by itself, such as spaces and the order of imports
   install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
+  pins                    copy the pins of constraints.txt into pyproject.toml, where uv reads them
   update [TEMPLATE]       apply a later state of the template; see update --help
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear message.
@@ -26,7 +27,17 @@ import sys
 import time
 from pathlib import Path
 
-from environments import POSIX, ROOT, SETS, Environment, optional_dependencies, refuse, say
+from environments import (
+    PINS,
+    POSIX,
+    ROOT,
+    SETS,
+    Environment,
+    optional_dependencies,
+    refuse,
+    say,
+    with_pins,
+)
 
 TEST_HELP = """\
 usage: python3 scripts/dev.py test [--all | --changed] [--engine] [--versions SET] [pytest options]
@@ -98,6 +109,7 @@ def main(arguments: "list[str]") -> int:
         return update.main(arguments[1:], ROOT)
     own = {
         "install": install,
+        "pins": pins,
         "test": test,
         "lint": lint,
         "format": lambda options: _run_each(FORMAT, options, everything=True),
@@ -160,6 +172,16 @@ def install(names: "list[str]") -> int:
         if name not in known:
             refuse(f"install: {name} is not an optional dependency; there are {', '.join(known)}")
     Environment().set_up(names=tuple(names))
+    return 0
+
+
+def pins(options: "list[str]") -> int:
+    """Copy the pins of constraints.txt into pyproject.toml."""
+    if options:
+        sys.stdout.write(str(__doc__))
+        return 0 if options[0] in ("-h", "--help") else 2
+    project = ROOT / "pyproject.toml"
+    project.write_text(with_pins(project.read_text("utf-8"), PINS.read_text("utf-8")), "utf-8")
     return 0
 
 

@@ -29,6 +29,8 @@ UV_NAMES = {
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
 }
+# Where uv reads the pins.
+UV_PINS = re.compile(r"^constraint-dependencies = \[.*?\]\n", flags=re.MULTILINE | re.DOTALL)
 DEV = "+dev"  # in the stamp, next to optional dependencies: the dependency group is installed
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\w.]+)[^;]*(;.*)?")
 VERSIONS_PROGRAM = """\
@@ -265,6 +267,15 @@ def requirements(group: str, about: dict) -> "list[str]":
         else:
             listed.append(re.sub(rf"^{project}(?=\[)", ".", entry))
     return listed
+
+
+def with_pins(project: str, pins: str) -> str:
+    """Return the text of pyproject.toml with the pins of constraints.txt, which uv doesn't read."""
+    listed = [f'    "{line}",' for line in pins.splitlines() if "==" in line]
+    section = "\n".join(["constraint-dependencies = [", *listed, "]\n"])
+    text, count = UV_PINS.subn(lambda _: section, project)
+    assert count == 1, "pyproject.toml has no constraint-dependencies of [tool.uv]"
+    return text
 
 
 def limits(versions: str, listed: "list[str]") -> "list[str]":

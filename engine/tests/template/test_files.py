@@ -19,7 +19,6 @@ MOST = 80  # files of a project's own
 AT_THE_ROOT = {
     ".devcontainer/devcontainer.json",
     ".editorconfig",
-    ".env.example",
     ".gitattributes",
     ".github/dependabot.yml",
     ".github/workflows/ci.yml",
@@ -35,7 +34,6 @@ AT_THE_ROOT = {
     "pyproject.toml",
     "scripts/dev.py",
     "scripts/environments.py",
-    "scripts/pins.py",
     "scripts/update.py",
 }
 

@@ -100,6 +100,7 @@ NOT_PUBLIC = {
     "lockstep.run.directory",
     "lockstep.run.source_code",
     "lockstep.run.trust",
+    "lockstep.strategies.optimizers",
     "lockstep.strategies.placing",
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -23,7 +23,7 @@ def quick_start() -> dict[str, Any]:
     return {"x_save_requirements": False} if is_restart() else {}
 
 
-def guard_rows(run: Run, call: Callable[..., object]) -> None:
+def guard_rows(run: Run, call: Callable[..., Any]) -> None:
     """Let `call` make the calls that log rows, wherever they come from.
 
     The hooks of `Run.watch` log in the middle of a backward pass, and users call `wandb.log`: both
