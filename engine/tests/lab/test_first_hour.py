@@ -374,13 +374,21 @@ def test_a_machine_with_only_torch_can_import_what_was_prepared(tmp_path):
     prepare = [sys.executable, FOLDER / "run.py", "prepare", "--folder", tmp_path / "site"]
     printed = subprocess.check_output(prepare, text=True).splitlines()
     assert float(re.match(r"(\S+) MB in ", printed[0])[1]) < 12
-    assert printed[-1] == f"PYTHONPATH={tmp_path}/site:engine/src:src python3 lab/first_hour/run.py A"
+    assert (
+        printed[-1] == f"PYTHONPATH={tmp_path}/site:engine/src:src python3 lab/first_hour/run.py A"
+    )
     only_torch = tmp_path / "torch"
     only_torch.mkdir()
     for path in files_with_torch():
         (only_torch / path.name).symlink_to(path)
     root = FOLDER.parents[1]
-    folders = (only_torch, tmp_path / "site", root / "engine/src", root / "src", FOLDER / "programs")
+    folders = (
+        only_torch,
+        tmp_path / "site",
+        root / "engine/src",
+        root / "src",
+        FOLDER / "programs",
+    )
     environment = clean({"PYTHONPATH": os.pathsep.join(map(str, folders))})
     environment["FIRST_HOUR_DRY"] = "1"
     imports = "import parts.__main__"
