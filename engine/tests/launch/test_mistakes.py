@@ -1,7 +1,5 @@
 """Mistakes in names, choices, values, and YAML: one line, before any rank starts."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import lockstep_gpt
@@ -191,35 +189,6 @@ def test_a_wrong_word_for_a_trained_model_is_one_line_with_the_usage(words, mess
     err = capsys.readouterr().err
     assert err.startswith(line), err
     assert err.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["cli.py"])
-def test_a_file_of_the_package_is_not_a_program_that_silently_does_nothing(file):
-    done = subprocess.run(
-        [sys.executable, PACKAGE / file, "train"], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"{PACKAGE / file} is not a program; run: ")
-    assert done.stderr.endswith(" train\n")
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_file_of_the_package_is_answered_with_torchrun_s_command(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"),
-            *(PACKAGE / "cli.py", "train"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
-    command = "torchrun ... -m lockstep_gpt train"
-    line = f"{PACKAGE / 'cli.py'} is not a program; run: {command}\n"
-    assert done.stderr.startswith(line), done.stderr
-    assert line in done.stderr.partition("Root Cause")[2]
 
 
 def test_a_class_that_cannot_be_imported_is_named_once(capfd):
