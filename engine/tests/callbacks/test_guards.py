@@ -156,7 +156,7 @@ STALLED = """
 import time, warnings
 warnings.simplefilter("ignore")
 from lightning import Callback
-from tests.run.callbacks.test_guards import foreign_run
+from test_guards import foreign_run
 from lockstep.callbacks.guards import Guards
 
 class Hang(Callback):
@@ -170,7 +170,7 @@ foreign_run(Guards(stall_after=1), Hang())
 
 @pytest.mark.slow
 def test_a_stall_in_any_trainer_shows_the_stack_and_ends(command):
-    process = command.start_python("-c", STALLED, PYTHONPATH=str(Path.cwd()))
+    process = command.start_python("-c", STALLED, PYTHONPATH=str(Path(__file__).parent))
     _, output = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "rank 0: no step for 1 s (guard.stall_after); its stack:" in output
