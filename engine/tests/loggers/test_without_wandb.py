@@ -51,5 +51,5 @@ def test_all_tests_are_collected_and_ranks_start_without_wandb(without_wandb):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert "tests/test_gpu.py::test_nccl_trains_at_world_size_one" in done.stdout
-    ranks = "tests/distributed/test_exact_runs.py::test_a_resumed_run_keeps_its_threads"
+    ranks = "tests/strategies/test_exact_runs.py::test_a_resumed_run_keeps_its_threads"
     assert f"{ranks}_on_other_numbers_of_devices PASSED" in done.stdout

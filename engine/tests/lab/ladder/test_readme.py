@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lockstep_gpt import PROJECT
 
 TEXT = (Path(__file__).parents[4] / "lab/ladder/README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
@@ -43,11 +44,11 @@ def test_a_command_prints_the_output_quoted_below_it(line, shown):
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("line", BY_COMPARE)
 def test_a_launcher_s_command_is_one_that_the_comparison_runs(line, ladder):
-    from compare import PROGRAM, rungs
+    from compare import rungs
 
-    names = ("torchrun", "accelerate", "launch", PROGRAM, "trainer=cpu")
+    names = ("torchrun", "accelerate", "launch", PROJECT.program, "trainer=cpu")
     words = [word for word in shlex.split(line) if word not in names]
-    rung = next((Path(word).stem for word in words if word.endswith(".py")), PROGRAM)
+    rung = next((Path(word).stem for word in words if word.endswith(".py")), PROJECT.program)
     started = " ".join(dict(rungs(2))[rung]).replace(str(ladder), "lab/ladder")
     assert set(words) <= set(started.replace("--num_processes=", "--num_processes ").split())
 
