@@ -106,7 +106,7 @@ def test_a_run_continues_in_its_folder_under_one_strategy_after_the_other(comman
     shutil.copytree(source, command.folder / "run")
     words = ("train", "run_dir=run", "resume=auto", "trainer=cpu", "trainer.devices=2")
     out = command(*words, "strategy=fsdp2", "max_steps=30").stdout
-    assert ".strategies.auto -> " in out
+    assert ".strategies.placing.auto -> " in out
     assert "ShardedStrategy over gloo" in out
     assert_same_losses(command.summary("run"), expected)
     # From now on, it is the run's, also for a command that repeats the run's first choices.
