@@ -44,7 +44,7 @@ def damage_memory(run):
             file.write(b"damaged")
 def folder_of(run):
     token = (run / ".token").read_text().strip()
-    return next(pathlib.Path("/dev/shm").glob(f"lockstep-gpt-*-{token}"))
+    return next(pathlib.Path("/dev/shm").glob(f"lockstep-*-{token}"))
 """
 TWO = ("trainer=cpu", "trainer.devices=2", "checkpoint.every=100", "val_every=100")
 
@@ -52,8 +52,7 @@ TWO = ("trainer=cpu", "trainer.devices=2", "checkpoint.every=100", "val_every=10
 @pytest.fixture
 def train(command):
     """Return a function that trains two ranks with a plan, and returns what they printed."""
-    actions = ACTIONS.replace("lockstep-gpt-", f"{program()}-")
-    (command.folder / "acts.py").write_text(actions)
+    (command.folder / "acts.py").write_text(ACTIONS)
 
     def run(*plan, words=(), status=0):
         node = "+callbacks.acts"
@@ -68,12 +67,6 @@ def train(command):
 
 def output(printed):
     return printed.stdout + printed.stderr
-
-
-def program():
-    from lockstep_gpt import PROJECT
-
-    return PROJECT.program
 
 
 def folders(command):
