@@ -53,7 +53,7 @@ def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": "torch.serialization.os.system"},
         {"_target_": "lockstep.launch.start.subprocess.Popen"},
-        {"_target_": "lockstep_gpt.cli.main"},
+        {"_target_": "lockstep.commands.main"},
         {"_target_": "lightning.pytorch.callbacks.timer.time.sleep"},
         {"_target_": "torch.distributed.elastic.multiprocessing.SubprocessHandler"},
         {"_target_": "lightning.pytorch.Trainer\n"},

@@ -91,7 +91,8 @@ def test_a_run_may_start_by_any_command_that_takes_overrides(check, command):
     script = command.folder / "own.py"
     lines = [
         "import sys",
-        f"from {PACKAGE}.cli import main",
+        f"import {PACKAGE}",
+        "from lockstep.commands import main",
         'sys.exit(main(["train", *sys.argv[1:]]))',
     ]
     script.write_text("\n".join(lines))
