@@ -20,6 +20,7 @@ from lockstep.tokens.sources.source import Source
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """
 import ctypes, os, subprocess
+import lockstep_gpt
 from lockstep import commands as cli
 def main(words):
     if ctypes.CDLL(None, use_errno=True).unshare(0x20000):  # CLONE_NEWNS

@@ -295,6 +295,7 @@ def test_sync_batchnorm_has_the_statistics_of_the_joined_batch(tmp_path):
 TWO_ON_ONE = """
 import os, sys
 os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # as if two machines had one GPU each
+import lockstep_gpt
 from lockstep.commands import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a mou
 # The command with another /dev/shm, which only its own processes see.
 ELSEWHERE = """
 import ctypes, os
+import lockstep_gpt
 from lockstep import commands as cli
 MOUNTS, PRIVATE, READ_ONLY = 0x20000, 0x44000, 1  # CLONE_NEWNS, MS_REC | MS_PRIVATE, MS_RDONLY
 library = ctypes.CDLL(None, use_errno=True)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 # A program on one of the machines, as with `ip netns exec`, but without a separate process.
 INSIDE = """
 import ctypes, os, socket
+import lockstep_gpt
 from lockstep import commands as cli
 NET, MOUNTS, NAMES = 0x40000000, 0x20000, 0x04000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
 PRIVATE, BIND = 0x44000, 0x1000  # MS_REC | MS_PRIVATE, MS_BIND
@@ -48,6 +49,7 @@ def torchrun(words):
 # The command as a rank of torchrun, which then writes down where gloo has listened.
 RANK = """
 import os, sys
+import lockstep_gpt
 from lockstep import commands as cli
 status = cli.main(sys.argv[1:])
 with open(os.environ["GLOO_FILE"], "w") as file:

@@ -149,6 +149,7 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_
 
 PREPARES = """
 import sys, time
+import lockstep_gpt
 from lockstep import commands as cli
 from lockstep.launch import devices
 def hang(*_):
@@ -228,6 +229,7 @@ def test_ranks_of_a_stopped_command_go_on_and_it_tells_how_they_ended(
 STARTS = """
 import sys
 sys.executable = sys.argv[1]
+import lockstep_gpt
 from lockstep import commands as cli
 sys.exit(cli.main(sys.argv[2:]))
 """

@@ -32,6 +32,7 @@ FILE = 8 << 20  # bytes
 # The system's peak for a child would start at this process's own peak, so the build prints its own.
 BUILD = """
 import pathlib, sys
+import lockstep_gpt
 from lockstep.commands import main
 status = main(sys.argv[1:])
 print(pathlib.Path("/proc/self/status").read_text())

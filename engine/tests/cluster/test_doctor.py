@@ -133,6 +133,7 @@ def test_unequal_versions_world_sizes_and_one_device_for_two_are_named(command):
 
 OTHERWISE = """
 import os, sys, time
+import lockstep_gpt
 from lockstep.commands import main
 elsewhere = sys.argv.pop(1)
 if os.environ["RANK"] == "1":

@@ -15,6 +15,7 @@ from lockstep.launch.start import NewRun
 
 SKEWED = """
 import os, time
+import lockstep_gpt
 from lockstep import commands as cli
 def main(words):
     time.sleep(float(os.environ["RANK"]))
