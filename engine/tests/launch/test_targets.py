@@ -319,7 +319,7 @@ print({"torch", "lightning"} & {*sys.modules})
 """
 
 
-def test_each_experiment_is_valid_and_is_checked_in_less_than_a_third_of_a_second():
+def test_each_experiment_is_valid_and_is_checked_in_less_than_a_second():
     experiments = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
     done = subprocess.run(
         [sys.executable, "-c", TIMING, *experiments],
@@ -333,7 +333,7 @@ def test_each_experiment_is_valid_and_is_checked_in_less_than_a_third_of_a_secon
     milliseconds = {name: int(time) for name, time in map(str.split, timed)}
     print(milliseconds)
     assert [*milliseconds] == experiments
-    assert max(milliseconds.values()) < 300
+    assert max(milliseconds.values()) < 1000
 
 
 @pytest.mark.parametrize(
