@@ -37,16 +37,8 @@ COMMANDS = re.compile(
     "stubtest|tiny-agents|torchfrtrace|torchrun|ttx|undill|uv|wb|wsdump"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # in softkwlist since Python 3.12
-FOLDERS = {
-    "configs",
-    "data",
-    "docs",
-    "engine",
-    "runs",
-    "scripts",
-    "src",
-    "tests",
-}  # in every project
+# In every project.
+FOLDERS = {"configs", "data", "docs", "engine", "runs", "scripts", "src", "tests"}
 DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, never files
 QUESTIONS = (
     "project_name",

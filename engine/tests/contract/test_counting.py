@@ -70,6 +70,11 @@ def count(batch):
     return (batch["labels"] != IGNORED).sum()
 
 
+def weigh(batch):
+    """Return the sum of weights that are no whole numbers, and that float32 rounds."""
+    return ((batch["labels"] != IGNORED) * (0.1 + batch["input_ids"] / 7)).sum()
+
+
 def largest_difference(steps, others):
     pairs = zip(steps, others, strict=True)
     numbers = [
@@ -114,8 +119,9 @@ def test_a_norm_is_clipped_after_the_count(on_each, padded, spread):
         assert largest_difference(steps, whole) < 1e-12
 
 
+@pytest.mark.parametrize("count", [count, weigh])
 @pytest.mark.parametrize("sizes", [(2, 4)])
-def test_exact_sums_have_equal_bits_on_any_ranks(on_each, padded, sizes):
+def test_exact_sums_have_equal_bits_on_any_ranks(on_each, padded, sizes, count):
     """With exact sums, gradients have the same bits on any number of ranks."""
 
     def fit(world_size):

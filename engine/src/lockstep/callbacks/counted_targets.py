@@ -16,6 +16,10 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.finite_states import own_part
 
+# Of a count that is no integer, such as a sum of weights: it is added in integers, since a sum of
+# fractions would round by the order of the ranks.
+PARTS_OF_ONE = 1 << 20
+
 
 class CountTargets(Callback):
     """Weighs each micro-batch by what counts in it, and divides by that of the step.
@@ -28,7 +32,8 @@ class CountTargets(Callback):
         >>> trainer = Trainer(callbacks=[counting])
 
     Args:
-        count: returns how many targets of a batch count, as a scalar tensor on its device.
+        count: returns how many targets of a batch count, as a scalar tensor on its device; or the
+            sum of their weights, which is rounded to a millionth.
         typical: a typical number of them; it only scales gradients until the division.
     """
 
@@ -67,7 +72,11 @@ class CountTargets(Callback):
             self._start_to_add(trainer)
 
     def _start_to_add(self, trainer: Trainer) -> None:
-        self.total = torch.stack(self.counts).sum()
+        self.total = torch.stack(self.counts)
+        if self.total.is_floating_point():
+            wide = torch.promote_types(self.total.dtype, torch.float32)
+            self.total = (self.total.to(wide) * PARTS_OF_ONE).round().long()
+        self.total = self.total.sum()
         if trainer.world_size > 1:  # ranks that split a model all count, here and below
             self.pending = dist.all_reduce(self.total, async_op=True)
         self._is_added = True
@@ -75,7 +84,7 @@ class CountTargets(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Multiply the gradient of the mean by the count: an integer, which rounds nothing."""
+        """Multiply the gradient of the mean by the count; an integer rounds nothing."""
         weight = self.counts[-1].to(self.dtype) / self.unit
         loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
@@ -92,7 +101,10 @@ class CountTargets(Callback):
             self.pending.wait()
             self.pending = None
         batches = trainer.world_size * trainer.accumulate_grad_batches  # whose mean is taken
-        share = batches / self.total.clamp(min=1).to(self.dtype)
+        total = self.total.clamp(min=1).to(self.dtype)
+        if self.counts[-1].is_floating_point():
+            total /= PARTS_OF_ONE
+        share = batches / total
         self.factor = share * self.unit
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
