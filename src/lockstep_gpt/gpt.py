@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019). In shapes: B samples, T tokens, C width, V vocabulary size."""
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,21 @@ class GPT(LanguageModel):
     def head(self) -> Tensor:
         """Weights that turn features into logits, (V padded, C): here the token embedding's."""
         return self.token_embedding.weight
+
+    def tensor_plan(self, _ranks: int) -> dict[str, Any]:
+        """Return how ranks of `strategy.tensor_parallel` split the layers, as torch names it.
+
+        Rows of queries, keys, and values are in one matrix, so all ranks compute all heads.
+        """
+        from torch.distributed.tensor import Replicate  # takes a while
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {
+            "blocks.*.attention.qkv": ColwiseParallel(output_layouts=Replicate()),
+            "blocks.*.attention.projection": RowwiseParallel(input_layouts=Replicate()),
+            "blocks.*.mlp.expansion": ColwiseParallel(),
+            "blocks.*.mlp.projection": RowwiseParallel(),
+        }
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the head's input, (B, T, C), for `tokens`, (B, T)."""

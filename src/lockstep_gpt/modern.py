@@ -9,6 +9,7 @@ Letters in shapes: B samples, T tokens, C width, H heads, D = C / H.
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,42 @@ class ModernGPT(LanguageModel):
         """Return what each token's predecessor has in `x`, (B, T, ...); zeros for the first."""
         return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
 
+    def tensor_plan(self, ranks: int) -> dict[str, Any]:
+        """Return how ranks of `strategy.tensor_parallel` split the layers, as torch names it.
+
+        Each rank has some of the heads.
+
+        Raises:
+            UserError: the ranks don't divide the heads, or would draw different noise for them.
+        """
+        from torch.distributed.tensor import Replicate  # takes a while
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            RowwiseParallel,
+        )
+
+        setting = f"strategy.tensor_parallel={ranks}"
+        dropout = self.dropout.p
+        check("model.dropout", dropout, not dropout, f"does not work with {setting}; set it to 0")
+        rule = f"is not divisible by {setting}; set a multiple of it"
+        for name in ("n_head", "n_kv_head"):
+            heads = getattr(self, name)
+            check(f"model.{name}", heads, heads % ranks == 0, rule)
+        inputs = (Replicate(), None, None)  # of x; so its gradient is added up once
+        return {
+            "*embedding": RowwiseParallel(input_layouts=Replicate()),
+            "blocks.*.attention": PrepareModuleInput(
+                input_layouts=inputs, desired_input_layouts=inputs
+            ),
+            "blocks.*.attention.query": ColwiseParallel(),
+            "blocks.*.attention.key": ColwiseParallel(),
+            "blocks.*.attention.value": ColwiseParallel(),
+            "blocks.*.attention.projection": RowwiseParallel(),
+            "blocks.*.mlp.expansion": ColwiseParallel(),
+            "blocks.*.mlp.projection": RowwiseParallel(),
+        }
+
     @property
     def head(self) -> Tensor:
         """Weights that turn features into logits, (V padded, C)."""
@@ -168,20 +205,19 @@ class CausalSelfAttention(nn.Module):
         self.n_kv_head = n_kv_head
         self.dropout = dropout
         self.width = n_embd // n_head  # D
-        self.query = nn.Linear(n_embd, n_embd, bias=False)
-        self.key = nn.Linear(n_embd, self.n_kv_head * self.width, bias=False)
-        self.value = nn.Linear(n_embd, self.n_kv_head * self.width, bias=False)
-        self.projection = nn.Linear(n_embd, n_embd, bias=False)
+        self.query = Linear(n_embd, n_embd)
+        self.key = Linear(n_embd, self.n_kv_head * self.width)
+        self.value = Linear(n_embd, self.n_kv_head * self.width)
+        self.projection = Linear(n_embd, n_embd)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
-        B, T = x.shape[:2]
-        qkv = linear(x, self.query, self.key, self.value).view(B, T, -1, self.width)
-        qk, v = torch.split(qkv, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
-        q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, self.n_kv_head], 2)
+        layers = (self.query, self.key, self.value)
+        q, k, v = (layer(x).unflatten(2, (-1, self.width)) for layer in layers)
+        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
-        return linear(y.transpose(1, 2).flatten(2), self.projection)
+        return self.projection(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -189,12 +225,12 @@ class MLP(nn.Module):
 
     def __init__(self, n_embd: int) -> None:
         super().__init__()
-        self.expansion = nn.Linear(n_embd, 4 * n_embd, bias=False)
-        self.projection = nn.Linear(4 * n_embd, n_embd, bias=False)
+        self.expansion = Linear(n_embd, 4 * n_embd)
+        self.projection = Linear(4 * n_embd, n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, (B, T, C), to the same shape."""
-        return linear(F.relu(linear(x, self.expansion)).square(), self.projection)
+        return self.projection(F.relu(self.expansion(x)).square())
 
 
 def norm(x: Tensor) -> Tensor:
@@ -202,15 +238,15 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:])
 
 
-def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """Return the layers' outputs for `x`, (..., C), concatenated, from one matrix product."""
-    multiply_together = getattr(layers[0], "together", None)
-    if multiply_together is not None:  # an extra's layers
-        return multiply_together(x, layers)
-    weight = layers[0].weight
-    if len(layers) > 1:
-        weight = torch.cat([layer.weight for layer in layers])
-    return F.linear(x, weight.to(x.dtype))
+class Linear(nn.Linear):
+    """A linear layer without bias that computes in the type of its input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x`, (..., inputs), to (..., outputs)."""
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 def rotations(length: int, width: int) -> tuple[Tensor, Tensor]:

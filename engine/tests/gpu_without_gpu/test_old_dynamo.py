@@ -9,12 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.variables.higher_order_ops as tracing
-import torch.distributed as dist
 
 from lockstep import functional
-from lockstep.strategies.tensor_splits import TensorRanks
-from lockstep.strategies.tensor_sums import sum_gradients, sum_outputs
-from lockstep.strategies.vocabulary_loss import split_cross_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated. Methods on autograd")
 VOCAB, PADDED, ROWS, C = 500, 512, 256, 32
@@ -41,16 +37,6 @@ def every_tensor_is_an_output(monkeypatch):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """The group of a single gloo rank."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield TensorRanks(0, 1, dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 def gradients(loss_of, is_compiled):
@@ -99,18 +85,3 @@ def test_the_loss_in_chunks_has_gradients(monkeypatch, dtype):
     monkeypatch.setattr(functional, "CHUNK_LOGITS", 64 * PADDED)
     apply = functional.ChunkedCrossEntropy.apply
     check(lambda f, h, targets: apply(f.to(dtype), h.to(dtype), VOCAB, targets))
-
-
-@pytest.mark.usefixtures("every_tensor_is_an_output")
-def test_the_loss_of_a_split_vocabulary_has_gradients(monkeypatch, alone):
-    monkeypatch.setattr(functional, "CHUNK_LOGITS", 64 * PADDED)
-    check(lambda f, h, targets: split_cross_entropy(f, h, VOCAB, targets, alone))
-
-
-@pytest.mark.usefixtures("every_tensor_is_an_output")
-def test_sums_over_tensor_ranks_have_gradients(alone):
-    def loss(features, head, _):
-        logits = sum_outputs(features @ head.T, alone)
-        return sum_gradients(logits, alone).sin().mean()
-
-    check(loss)

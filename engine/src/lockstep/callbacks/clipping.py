@@ -12,6 +12,7 @@ from lockstep.callbacks.step import StepCallback
 from lockstep.errors import RunError
 from lockstep.patches.torch import let_others_unscale
 from lockstep.settings import check, check_number, check_whole
+from lockstep.strategies.gradient_norms import on_same_mesh
 from lockstep.strategies.placing import ModelLayout, layout_of
 
 
@@ -72,10 +73,10 @@ class ClipAndSkip(StepCallback):
         """Measure and clip the gradients; decide whether to skip the update."""
         weights = self._weights[optimizer]
         layout: ModelLayout = layout_of(trainer.strategy)
-        norm = layout.gradient_norm(weights)
+        self.norm = layout.gradient_norm(weights)
         if self.max_norm is not None:
-            clip_grads_with_norm_(weights, self.max_norm, norm)
-        self.norm = layout.whole_norm(norm)
+            for same in on_same_mesh(weights):
+                clip_grads_with_norm_(same, self.max_norm, self.norm)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is None:
             self._skip_unless_finite(optimizer, self.norm)

@@ -52,17 +52,13 @@ class Room:
     @classmethod
     def of(cls, config: DictConfig, hardware: Hardware, vocab_size: int) -> Room:
         """Compute the memory that `config` needs."""
-        model = part = memory.whole_model(config, vocab_size)
-        if tensor_parallel(config) > 1:
-            part = memory.split_part(config, vocab_size)
-        sharing = Sharing.of(config, part)
+        model = memory.whole_model(config, vocab_size)
+        sharing = Sharing.of(config, model)
         kind = hardware.accelerator
         alone = together = memory.footprint(config, model, kind, memory=hardware.memory)
         half_blocks = sharing is not None and sharing.gathered_size == SIZES["bfloat16"]
-        if half_blocks or tensor_parallel(config) > 1:
-            together = memory.footprint(
-                config, part, kind, half_blocks, hardware.memory, tensor_parallel(config)
-            )
+        if half_blocks:
+            together = memory.footprint(config, model, kind, half_blocks, hardware.memory)
         ownership = Ownership.of(config, model)
         return cls(config, hardware, model, sharing, alone, together, ownership)
 
@@ -117,7 +113,7 @@ class Room:
 
     def _footprint(self, world_size: int) -> Footprint:
         if self.sharing and world_size > 1:
-            return self.together.shared(self.sharing, self._data_parallel(world_size))
+            return self.together.shared(self.sharing, world_size)
         if self.ownership and world_size > 1:
             states = self.alone.states
             optimizer = states.optimizer - self.ownership.saved(world_size)
@@ -128,7 +124,8 @@ class Room:
         """Return the bytes, in addition to the gradients, that accumulation needs on a rank."""
         accumulation = self._accumulation(micro_size, world_size)
         if self.sharing and world_size > 1:
-            return self.together.states.gradients * (self.sharing.adds_whole and accumulation > 1)
+            part = self.together.states.gradients // tensor_parallel(self.config)
+            return part * (self.sharing.adds_whole and accumulation > 1)
         is_exact = self.config.batch.get("exact_micro_size") is not None
         copies = gradient_copies(accumulation, is_exact=is_exact)
         return copies * self.alone.states.gradients

@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import functional
-from lockstep.cluster.choices import tensor_parallel as tensor_parallel_of
 from lockstep.cluster.choices import with_values
 from lockstep.cluster.sharing import Sharing, optimizer_of
 from lockstep.cluster.tracing import AUTOCAST, LanguageModel, shaped, trace_peak
@@ -92,7 +91,7 @@ class Chunks:
         logits = config.model.block_size * width
         size = 2 if config.precision in AUTOCAST else 4
         chunk = functional.GPU_CHUNK_LOGITS * CHUNKED
-        if config.compile and tensor_parallel_of(config) == 1:  # the logits and their gradient
+        if config.compile:  # the logits and their gradient
             return cls(int(functional.WHOLE_SHARE * memory / 4 / logits), 2 * size * logits, chunk)
         return cls(functional.GPU_CHUNK_LOGITS // logits, CHUNKED * logits, chunk)
 
@@ -167,12 +166,6 @@ def whole_model(config: DictConfig, vocab_size: int) -> LanguageModel:
         return shaped(config.model, vocab_size, config.precision)
 
 
-def split_part(config: DictConfig, vocab_size: int) -> LanguageModel:
-    """Build what one tensor rank has of the configured model, also without content."""
-    with torch.device("meta"):
-        return shaped(config.model, vocab_size, config.precision, tensor_parallel_of(config))
-
-
 def _linear_from(peak: Callable[[int], int], least: int) -> int:
     """Return a number of samples from which on the peak is linear, at most `MOST`.
 
@@ -197,23 +190,21 @@ def footprint(
     accelerator: str,
     half_blocks: bool = False,
     memory: float = 0,
-    tensor_parallel: int = 1,
 ) -> Footprint:
     """Predict the memory for training `model` under `config`.
 
     Args:
         config: the run's settings.
-        model: built by `whole_model`, or `split_part`, from these settings.
+        model: built by `whole_model` from these settings.
         accelerator: cuda or cpu; their attention kernels differ.
         half_blocks: blocks compute entirely in bfloat16, as under strategy.param_dtype=bfloat16.
         memory: a GPU's memory in bytes, which decides how the loss is computed.
-        tensor_parallel: how many ranks split `model`.
     """
 
     @cache
     def peak(micro_size: int, n_layer: int, vocab_size: int) -> int:
         shape = with_values(config.model, n_layer=n_layer)
-        kind = (config.precision, accelerator, half_blocks, tensor_parallel)
+        kind = (config.precision, accelerator, half_blocks)
         return trace_peak(shape, vocab_size, micro_size, *kind)
 
     stream = 2 * config.model.block_size * config.model.n_embd  # the fewest bytes of a sample
@@ -230,9 +221,7 @@ def footprint(
     more = config.model.n_layer - 1
     logits = (wider_slope - slope) / WIDER * model.vocab_size
     width = len(model.head)
-    # Tensor ranks always compute in chunks.
-    most_whole = functional.MANY_LOGITS if tensor_parallel == 1 else functional.CHUNK_LOGITS
-    many = few * config.model.block_size * width > most_whole
+    many = few * config.model.block_size * width > functional.MANY_LOGITS
     chunked = accelerator == "cuda" and many and config.precision != "16-mixed"
     return Footprint(
         states=States.of(model, config.optim),

@@ -253,7 +253,7 @@ def _notes(room: Room) -> list[str]:
     if tensor_parallel(config) > 1:
         notes.append(
             f"strategy.tensor_parallel={tensor_parallel(config)}: all of its sums are exposed, and "
-            "norms, which each rank computes, are planned as if split"
+            "memory is planned as if each rank computed whole layers"
         )
     if config.compile:
         notes.append("compile=true keeps fewer activations than planned (for eager mode)")

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lockstep import functional
 from lockstep.building import build
 from lockstep.errors import UserError
-from lockstep.strategies.tensor_parallel import split_model
-from lockstep.strategies.tensor_splits import TensorRanks
 
 # A model of tokens whose parts can be counted: it has these names.
 LanguageModel: TypeAlias = Any
@@ -110,28 +108,10 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-class SilentRanks(TensorRanks):
-    """Tensor ranks that send nothing: the shapes and the memory are those of ranks that do."""
-
-    def sum_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the sum's shape."""
-        return tensor.clone()
-
-    def each(self, tensor: Tensor) -> list[Tensor]:
-        """Return as many tensors as there are ranks."""
-        return [tensor.clone() for _ in range(self.size)]
-
-
-def shaped(
-    shape: DictConfig, vocab_size: int, precision: str, tensor_parallel: int = 1
-) -> LanguageModel:
-    """Build a model, or one tensor rank's part of it, without initializing its weights."""
+def shaped(shape: DictConfig, vocab_size: int, precision: str) -> LanguageModel:
+    """Build a model without initializing its weights."""
     with _Uninitialized():  # type: ignore[no-untyped-call]
-        model = built(shape, vocab_size, precision)
-        if tensor_parallel > 1:
-            group: Any = None
-            split_model(model, SilentRanks(0, tensor_parallel, group))
-        return model
+        return built(shape, vocab_size, precision)
 
 
 def built(shape: DictConfig, vocab_size: int, precision: str) -> LanguageModel:
@@ -168,7 +148,6 @@ def trace_peak(
     precision: str,
     accelerator: str,
     half_blocks: bool = False,
-    tensor_parallel: int = 1,
 ) -> int:
     """Return the most bytes alive at once in forward and backward, without weights and gradients.
 
@@ -179,10 +158,9 @@ def trace_peak(
         precision: Lightning's name for the precision.
         accelerator: cuda or cpu.
         half_blocks: the blocks' weights and activations are bfloat16.
-        tensor_parallel: how many ranks split the model.
     """
     with FakeTensorMode():
-        model = shaped(shape, vocab_size, precision, tensor_parallel)
+        model = shaped(shape, vocab_size, precision)
         if half_blocks:
             for block in getattr(model, "blocks", ()):
                 _halve(block)

@@ -19,7 +19,6 @@ from lockstep.mixtures.attention import (
     token_mask,
     uses_blocks,
 )
-from lockstep.settings import check
 from lockstep.tokens.tokenizer import Tokenizer
 
 
@@ -85,16 +84,14 @@ class MaskDocuments(Callback):
 
     Args:
         compiled: whether torch compiles the model.
-        dropout: of the model.
 
     Raises:
-        UserError: before training, if the tokenizer has no end of text, the model lacks the places
-            for this, or it has dropout that tensor ranks can't draw as one device does.
+        UserError: before training, if the tokenizer has no end of text, or the model lacks the
+            places for this.
     """
 
-    def __init__(self, compiled: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, compiled: bool = False) -> None:
         self.compiled = compiled
-        self.dropout = dropout
         self._is_done = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -102,14 +99,6 @@ class MaskDocuments(Callback):
         if self._is_done:  # by an earlier use of the same Trainer
             return
         self._is_done = True
-        size = getattr(trainer.strategy, "tensor_parallel", 1)
-        check(
-            "model.dropout",
-            self.dropout,
-            size == 1 or not self.dropout,
-            f"does not work with callbacks=documents and strategy.tensor_parallel={size}; set one "
-            "of them to its default",
-        )
         module: Any = pl_module
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         one_graph = self.compiled and any(map(_is_recomputed, module.model.blocks))

@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         one_by_one = is_exact and strategy.root_device.type == "cuda"
         self.placement = ReplicatedMatrices(compiled, one_by_one)
         if not layout.has_replicas:
-            self.placement = ShardedMatrices(compiled, layout.tensor_part)
+            self.placement = ShardedMatrices(compiled)
         elif dist.is_initialized() and dist.get_world_size() > 1:
             self.placement = OwnedMatrices(self.matrices, compiled, one_by_one)
 

@@ -22,26 +22,19 @@ from lockstep.muon.placement import (
     nesterov_gradients,
 )
 from lockstep.patches.torch import compiled_for_each_shape
-from lockstep.strategies.tensor_splits import TensorPart
 
 
 class ShardedMatrices:
     """For matrices that are `DTensor`s, sharded by rows over all ranks of their mesh.
 
-    If tensor ranks split the matrices first, what meets on a rank is its part. The ranks that have
-    the parts of a matrix then exchange them, and each computes with the whole.
+    If tensor ranks split a matrix, what meets on a rank is its part. The ranks that have the parts
+    of a matrix then exchange them, and each computes with the whole.
 
     Args:
         compiled: compute what is between two exchanges in one compiled function.
-        part_of: returns which part of a matrix is sharded; None: all of it.
     """
 
-    def __init__(
-        self,
-        compiled: bool = False,
-        part_of: Callable[[Any], TensorPart | None] = lambda _: None,
-    ) -> None:
-        self._part_of = part_of
+    def __init__(self, compiled: bool = False) -> None:
         self._directions_of = directions_of
         self._orthogonalized = orthogonalized
         self._add_updates = add_updates
@@ -61,17 +54,23 @@ class ShardedMatrices:
         rates_of: Callable[[torch.Size], Rates],
     ) -> None:
         """Update this rank's shards, a few matrices at a time; see `MatrixExchange`."""
-        sharded: Any = matrices[0]
-        shapes = [matrix.shape for matrix in matrices]
-        costs = [flops_of(self._whole_shape(matrix)) for matrix in matrices]
-        exchange = MatrixExchange(shapes, costs, sharded.device_mesh.get_group())
-        dtype = orthogonalization.product_type(sharded.device)
+        from lockstep.strategies.tensor_parallel import tensor_part  # imports all of DTensor
+
+        sharded: Sequence[Any] = matrices
+        parts = [tensor_part(matrix) for matrix in sharded]
+        shapes = [
+            matrix.shape if part is None else part.shape
+            for matrix, part in zip(matrices, parts, strict=True)
+        ]
+        costs = [flops_of(matrix.shape) for matrix in matrices]
+        exchange = MatrixExchange(shapes, costs, sharded[0].device_mesh.get_group(0))
+        dtype = orthogonalization.product_type(sharded[0].device)
         rates_of = cache(rates_of)
 
         def send(numbers: list[int]) -> list[Tensor]:
             chosen = [matrices[number] for number in numbers]
             directions: dict[Tensor, Tensor] = {}
-            for shape, weights in self._by_shapes(chosen):
+            for shape, weights in by_shapes(chosen):
                 averages = shards_of([momenta[weight] for weight in weights])
                 gradients = shards_of(gradients_of(weights))
                 stacked = self._directions_of(gradients, averages, rates_of(shape), dtype)
@@ -79,7 +78,7 @@ class ShardedMatrices:
             return [directions[weight] for weight in chosen]
 
         def orthogonalize(number: int, matrix: Tensor) -> Tensor:
-            part = self._part_of(matrices[number])
+            part = parts[number]
             if part is None:
                 return self._orthogonalized(matrix, dtype)
             whole = part.whole(matrix[0])
@@ -88,19 +87,9 @@ class ShardedMatrices:
         for numbers, results in exchange.apply(send, orthogonalize):
             chosen = [matrices[number] for number in numbers]
             updates = dict(zip(chosen, results, strict=True))
-            for shape, weights in self._by_shapes(chosen):
+            for shape, weights in by_shapes(chosen):
                 stacked = torch.stack([updates[weight] for weight in weights])
                 self._add_updates(shards_of(weights), stacked, rates_of(shape))
-
-    def _whole_shape(self, matrix: Tensor) -> torch.Size:
-        part = self._part_of(matrix)
-        return matrix.shape if part is None else part.whole_shape(matrix.shape)
-
-    def _by_shapes(self, matrices: Sequence[Tensor]) -> Iterator[tuple[torch.Size, list[Tensor]]]:
-        """Yield each shape of whole matrices, and those with that shape and equal parts."""
-        shapes = {matrix: (self._whole_shape(matrix), matrix.shape) for matrix in matrices}
-        for both in dict.fromkeys(shapes.values()):
-            yield both[0], [matrix for matrix in matrices if shapes[matrix] == both]
 
     def whole_momenta(
         self,
@@ -109,6 +98,16 @@ class ShardedMatrices:
     ) -> Mapping[Tensor, Tensor]:
         """Return `momenta`, which the strategy gathers or saves in parts, like all other shards."""
         return momenta
+
+
+def by_shapes(matrices: Sequence[Tensor]) -> Iterator[tuple[torch.Size, list[Tensor]]]:
+    """Yield each shape of whole matrices, and those with that shape and equal shards."""
+    shapes = {
+        matrix: (matrix.shape, shard.shape)
+        for matrix, shard in zip(matrices, shards_of(matrices), strict=True)
+    }
+    for both in dict.fromkeys(shapes.values()):
+        yield both[0], [matrix for matrix in matrices if shapes[matrix] == both]
 
 
 def directions_of(

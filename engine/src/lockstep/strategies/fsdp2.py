@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lockstep.errors import UserError
@@ -27,20 +28,18 @@ from lockstep.patches.torch import limit_waits
 from lockstep.ranks.mean_of_counts import MeanOfCounts
 from lockstep.settings import check
 from lockstep.strategies.checkpoint_parts import write_part
-from lockstep.strategies.gradient_norms import norm_of_gradients
 from lockstep.strategies.optimizers import PreparesOptimizers
 from lockstep.strategies.rank_states import (
     is_of_rank,
     state_of_rank,
     with_own_shards,
 )
-from lockstep.strategies.sharded_states import (
-    OwnShard,
-    gathered,
-    share_of,
+from lockstep.strategies.sharded_states import gathered, share_of
+from lockstep.strategies.tensor_parallel import (
+    split_by_plan,
+    take_weights_one_by_one,
+    tensor_part,
 )
-from lockstep.strategies.tensor_parallel import refuse_unsplittable, split_model
-from lockstep.strategies.tensor_splits import TensorPart, TensorRanks, split_of
 
 PRECISIONS = ("32-true", "bf16-mixed")  # in which shards are updated as whole weights are
 
@@ -88,14 +87,13 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         reshard_after_forward: release gathered weights between forward and backward.
         save_parts: each rank writes its shard of a checkpoint.
         reduce_each: scatter gradients in each micro-batch.
-        tensor_parallel: how many neighboring ranks split each matrix.
+        tensor_parallel: how many neighboring ranks split the layers.
         timeout: longest wait for another rank.
         arguments: passed on to Lightning's `ModelParallelStrategy`.
     """
 
     lightning_restore_optimizer = True
     has_replicas = False
-    _tensor_ranks: TensorRanks | None = None  # None: each rank computes with whole matrices
 
     def __init__(
         self,
@@ -122,7 +120,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
 
     @property
     def tensor_parallel(self) -> int:
-        """How many neighboring ranks split each matrix."""
+        """How many neighboring ranks split the layers."""
         return self._tensor_parallel
 
     def setup_environment(self) -> None:
@@ -161,19 +159,24 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
             )
         super().setup(trainer)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Let no kernel of theirs take split and whole weights at once: these are on two meshes."""
+        super().setup_optimizers(trainer)
+        if self._tensor_parallel > 1:
+            for optimizer in self.optimizers:
+                take_weights_one_by_one(optimizer)
+                optimizer.register_load_state_dict_post_hook(take_weights_one_by_one)
+
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
 
-        Under tensor parallelism, each rank first keeps only its part of the model.
+        Under tensor parallelism, the model's plan first splits its layers.
         If `compiled`, each block is compiled by itself, so weights are gathered between graphs,
         and so is the loss, if the model has a method for it.
         """
         mesh = self.device_mesh["data_parallel"]
-        tensor_mesh = self.device_mesh["tensor_parallel"]
-        if tensor_mesh.size() > 1:
-            refuse_unsplittable(model, tensor_mesh.size(), self.root_device)
-            self._tensor_ranks = TensorRanks.of(tensor_mesh)
-            split_model(model, self._tensor_ranks)
+        if self._tensor_parallel > 1:
+            split_by_plan(model, self.device_mesh["tensor_parallel"])
         if compiled and hasattr(model, "loss"):
             user_model: Any = model
             user_model.loss = torch.compile(user_model.loss, dynamic=False)
@@ -205,55 +208,43 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
 
     def whole_model(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
         """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""
-        weights = self._gathered_weights(model.state_dict())
+        weights = gathered(dict(model.state_dict()))
         if self.global_rank:
             return None
         copy = build()
         copy.load_state_dict(weights)
         return copy
 
-    def tensor_part(self, weight: nn.Parameter) -> TensorPart | None:
-        """Return which part this rank has of `weight`, before it is sharded; None: all of it."""
-        return self._part_of(self._names[weight])
-
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
-        """Return the norm of the weights' gradients, as a DTensor like these.
+        """Return the norm of the weights' gradients; every rank must call this.
 
-        Each tensor rank has another part of a split weight, but the same gradient of any other.
+        Tensor ranks have other parts of a split weight, but the same gradient of any other.
         """
-        if self._tensor_ranks is None:
-            return norm_of_gradients(weights)
-        of_parts = [weight for weight in weights if self.tensor_part(weight)]
-        of_wholes = [weight for weight in weights if not self.tensor_part(weight)]
-        square = self.whole_norm(norm_of_gradients(of_parts)).square()
-        square = self._tensor_ranks.sum_of(square)
-        square += self.whole_norm(norm_of_gradients(of_wholes)).square()
-        mesh = self.device_mesh["data_parallel"]
-        return DTensor.from_local(square.sqrt(), mesh, [Replicate()])
-
-    def whole_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of all ranks' gradients; every rank must call this."""
-        assert isinstance(norm, DTensor)
-        return norm.full_tensor()
+        grads: dict[bool, list[Tensor]] = {True: [], False: []}  # split by tensor ranks or not
+        for weight in cast(list[Any], weights):
+            if weight.grad is not None:
+                grads[tensor_part(weight) is not None].append(weight.grad.to_local())
+        square = torch.zeros((), device=self.root_device)
+        for is_split, shards in grads.items():
+            if shards:
+                square = square + get_total_norm(shards).square()
+            if shards and is_split:
+                dist.all_reduce(square, group=self.device_mesh.get_group("tensor_parallel"))
+        dist.all_reduce(square, group=self.device_mesh.get_group("data_parallel"))
+        return square.sqrt()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, whole on rank 0 or as shards; every rank must call this."""
         assert self.lightning_module is not None
         states: dict[str, Any] = self.lightning_module.state_dict()
-        return states if self._save_parts else self._gathered_weights(states)
+        return states if self._save_parts else cast(dict[str, Any], gathered(states))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer state, whole on rank 0 or as shards; every rank must call this."""
         states = ParallelStrategy.optimizer_state(self, optimizer)
         if self._save_parts:
             return states
-        groups = optimizer.param_groups
-        weights = [weight for group in groups for weight in group["params"]]
-        by_number = {
-            number: gathered(state, self.tensor_part(weights[number]))
-            for number, state in cast(dict[int, Any], states["state"]).items()
-        }
-        return {**states, "state": by_number}
+        return {**states, "state": gathered(states["state"])}
 
     @contextlib.contextmanager
     def states_in_shards(self) -> Iterator[None]:
@@ -265,11 +256,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
 
     def state_of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank keeps of a checkpoint with shards; `load_checkpoint` accepts it."""
-        return state_of_rank(checkpoint, self._whole_shape)
-
-    def _whole_shape(self, name: str, weight: Tensor) -> torch.Size:
-        part = self._part_of(name)
-        return weight.shape if part is None else part.whole_shape(weight.shape)
+        return state_of_rank(checkpoint)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -301,7 +288,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
         assert self.lightning_module is not None
         places = self.lightning_module.state_dict()
         shares = {
-            name: self._share_of(name, weight, places[name]) if name in places else weight
+            name: share_of(weight, places[name]) if name in places else weight
             for name, weight in checkpoint["state_dict"].items()
         }
         self.lightning_module.load_state_dict(shares, strict=strict)
@@ -315,36 +302,7 @@ class ShardedStrategy(PreparesOptimizers, MeanOfCounts, ModelParallelStrategy):
                 for number, parameter in zip(theirs["params"], ours["params"], strict=True)
             }
             shares = {
-                number: {
-                    name: self._share_of(self._names[places[number]], value, places[number])
-                    for name, value in state.items()
-                }
+                number: {name: share_of(value, places[number]) for name, value in state.items()}
                 for number, state in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": shares})
-
-    @cached_property
-    def _names(self) -> dict[nn.Parameter, str]:
-        """Return the name of each parameter."""
-        assert self.lightning_module is not None
-        return {weight: name for name, weight in self.lightning_module.named_parameters()}
-
-    def _gathered_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return weights by name, whole on rank 0; every rank must call this."""
-        return {name: gathered(weight, self._part_of(name)) for name, weight in weights.items()}
-
-    def _share_of(self, name: str, value: Any, place: Tensor) -> Any:
-        """Return this rank's shard of a saved value of the weight `name`, which is in `place`."""
-        if isinstance(value, OwnShard):
-            return share_of(value, place)
-        part = self._part_of(name)
-        shape: Any = getattr(value, "shape", None)  # of a step count: empty
-        if part is not None and shape:
-            value = part.of(value[:])  # also of slices in several files
-        return share_of(value, place)
-
-    def _part_of(self, name: str) -> TensorPart | None:
-        split = split_of(name)
-        if self._tensor_ranks is None or split is None:
-            return None
-        return TensorPart(split, self._tensor_ranks)

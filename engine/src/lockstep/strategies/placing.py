@@ -28,7 +28,6 @@ from lockstep.strategies.ddp import COMM_HOOKS, DDPStrategy, comm_hook_of
 from lockstep.strategies.exact_sums import SingleDeviceStrategy
 from lockstep.strategies.gradient_norms import norm_of_gradients
 from lockstep.strategies.optimizers import COMPILED
-from lockstep.strategies.tensor_splits import TensorPart
 
 BACKENDS = (None, "nccl", "gloo", "mpi")
 SHARD_DTYPES = ("float32", "bfloat16")
@@ -52,14 +51,8 @@ class ModelLayout(Protocol):
             build: returns another of its kind.
         """
 
-    def tensor_part(self, weight: nn.Parameter) -> TensorPart | None:
-        """Return which part this rank has of `weight`, apart from sharding; None: all of it."""
-
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
-        """Return the norm of all weights' gradients, by which this rank's can be clipped."""
-
-    def whole_norm(self, norm: Tensor) -> Tensor:
-        """Return `gradient_norm`'s result as a plain tensor; every rank must call this."""
+        """Return the norm of all weights' gradients; every rank must call this."""
 
 
 class WholeModels:
@@ -76,16 +69,9 @@ class WholeModels:
         """Return the model."""
         return model
 
-    def tensor_part(self, weight: nn.Parameter) -> None:
-        """Return None."""
-
     def gradient_norm(self, weights: list[nn.Parameter]) -> Tensor:
         """Return the norm of the weights' gradients."""
         return norm_of_gradients(weights)
-
-    def whole_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm."""
-        return norm
 
 
 @runtime_checkable
@@ -251,7 +237,8 @@ def fsdp2(
             bfloat16; shards and their updates stay float32.
         reduce_dtype: type in which gradients are added over ranks.
         reduce_each: scatter gradients in each micro-batch, instead of once a step.
-        tensor_parallel: how many neighboring ranks split each matrix, and have the same samples.
+        tensor_parallel: how many neighboring ranks have the same samples, and split the layers by
+            the model's `tensor_plan`.
         save_parts: each rank writes its shard of a checkpoint, all at the same time.
 
     Raises:

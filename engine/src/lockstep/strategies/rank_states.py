@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,20 +10,17 @@ from lockstep.strategies.sharded_states import OwnShard, shares_in, without_shar
 from lockstep.strategies.state_keys import SHAPES, SHARDS
 
 
-def state_of_rank(
-    checkpoint: dict[str, Any], whole_shape: Callable[[str, Tensor], Sequence[int]]
-) -> dict[str, Any]:
+def state_of_rank(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what this rank keeps of a checkpoint with shards, in the same memory.
 
     Args:
         checkpoint: plain containers, tensors, and shards.
-        whole_shape: returns the shape of the weight with this name, of which this rank has a shard.
     """
     weights = checkpoint["state_dict"]
     return {
         **without_shares(checkpoint),
         SHARDS: shares_in(checkpoint),
-        SHAPES: {name: [*whole_shape(name, weight)] for name, weight in weights.items()},
+        SHAPES: {name: [*weight.shape] for name, weight in weights.items()},
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.strategies.tensor_splits import TensorPart
+from lockstep.strategies.tensor_parallel import tensor_part, whole_of
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,18 @@ class OwnShard:
         return (self.shard,)
 
 
-def gathered(states: Any, part: TensorPart | None = None) -> Any:
+def gathered(states: Any) -> Any:
     """Make every shard in nested containers whole, in host memory and only on rank 0.
 
-    Every rank must call this; ranks other than 0 keep their shards. If the shards are those of
-    a tensor rank's part of a weight, the result is the whole.
+    Every rank must call this; ranks other than 0 keep their shards.
     """
     if isinstance(states, dict):
-        return {name: gathered(state, part) for name, state in states.items()}
+        return {name: gathered(state) for name, state in states.items()}
     if isinstance(states, list):
-        return [gathered(state, part) for state in states]
+        return [gathered(state) for state in states]
     if not isinstance(states, DTensor):
         return states
-    tensor = states.full_tensor()
-    if part is not None:
-        tensor = part.whole(tensor)
+    tensor = whole_of(states)
     if states.device_mesh.get_rank() == 0:
         return tensor.cpu()
     return states
@@ -63,16 +60,19 @@ def share_of(value: Any, place: Tensor) -> Any:
     Args:
         value: a tensor, one whose slices along the first dimension are in several files, or this
             rank's own shard.
-        place: a parameter, which FSDP2 shards along the first dimension.
+        place: a parameter, whose part FSDP2 shards along the first dimension.
     """
     if isinstance(value, OwnShard):
         assert isinstance(place, DTensor)
         return _placed(value.shard, place)
     if not isinstance(place, DTensor) or getattr(value, "shape", None) != place.shape:
         return value
-    mesh = place.device_mesh
-    rows = math.ceil(len(place) / mesh.size())
-    first = mesh.get_local_rank() * rows
+    length, mesh = len(place), place.device_mesh
+    part = tensor_part(place)
+    if part is not None:
+        length, value = part.shape[0], part.of(value[:])  # also of slices in several files
+    rows = math.ceil(length / mesh.size(0))
+    first = mesh.get_local_rank(0) * rows
     return _placed(value[first : first + rows], place)
 
 
