@@ -27,7 +27,7 @@ def is_sharded(config: DictConfig) -> bool:
 
 
 def tensor_parallel(config: DictConfig) -> int:
-    """Return how many ranks split each matrix."""
+    """Return how many ranks split layers."""
     return int(config.strategy.get("tensor_parallel", 1))
 
 

@@ -14,7 +14,7 @@ class HeldShards(NamedTuple):
     era: int  # begins with each start that doesn't continue from memory; later ones are greater
     step: int
     world_size: int  # of the ranks whose shards make up the state
-    tensor_parallel: int  # how many of them split each matrix
+    tensor_parallel: int  # how many of them split layers
     rank: int  # whose shards these are
     path: str
 

@@ -73,7 +73,7 @@ def find_shards(
         identity: of the run, on this machine.
         ranks: this process among all.
         ring: connects the machines; None: there is one.
-        tensor_parallel: how many ranks split each matrix.
+        tensor_parallel: how many ranks split layers.
     """
     while True:
         kept, holdings = _holdings(identity)

@@ -36,7 +36,7 @@ class RankShards:
     Args:
         ranks: this process among all.
         ring: connects the machines; None: there is one.
-        tensor_parallel: how many ranks split each matrix.
+        tensor_parallel: how many ranks split layers.
     """
 
     def __init__(self, ranks: Ranks, ring: MachineRing | None, tensor_parallel: int = 1) -> None:
@@ -55,7 +55,7 @@ class RankShards:
         Args:
             ranks: this process among all.
             seconds: the longest wait for another rank.
-            tensor_parallel: how many ranks split each matrix.
+            tensor_parallel: how many ranks split layers.
         """
         ring = None
         if ranks.num_nodes > 1:

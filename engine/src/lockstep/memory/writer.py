@@ -56,7 +56,7 @@ def writer_of(
         directory: the run.
         ranks: this process among all.
         sharded: whether each rank has shards of the state, and writes its own.
-        tensor_parallel: how many ranks split each matrix.
+        tensor_parallel: how many ranks split layers.
         timeout: the longest wait for another rank in seconds.
     """
     identity = identity_of(directory)

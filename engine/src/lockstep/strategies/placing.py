@@ -289,7 +289,7 @@ def check_connection(backend: str | None, seconds: float) -> None:
 def check_tensor_parallel(
     parts: int, world_size: int, batch: Batch | None, *, save_parts: bool
 ) -> None:
-    """Raise a `UserError` unless groups of `parts` ranks can split each matrix.
+    """Raise a `UserError` unless there are whole groups of `parts` ranks.
 
     Args:
         parts: how many ranks are a group.
