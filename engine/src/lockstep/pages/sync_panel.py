@@ -28,7 +28,7 @@ from lockstep.pages.recording import (
     from_all_ranks,
 )
 from lockstep.pages.recordings import describe, write_recording
-from lockstep.processes import invocation
+from lockstep.processes import typed
 from lockstep.settings import check_number, check_whole
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.exact_sums import AddsGradients
@@ -232,7 +232,7 @@ class SyncPanel(StepCallback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the advice on the batch size and the panel's command; send the panel to trackers."""
         if trainer.is_global_zero:
-            command = f"{invocation()} panel {self._run}"
+            command = f"{typed('panel')} {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
             for run in tracked_runs(trainer.loggers):
                 run.log_html("sync/panel", panel_page(self._run), trainer.global_step)
