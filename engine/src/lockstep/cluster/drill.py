@@ -31,7 +31,8 @@ from lockstep.testing.results import rows_of
 if TYPE_CHECKING:
     import torch
 
-LOG_EVERY = "log_every=3"  # most runs stop between two rows
+LOG_STEPS = 3  # from one row to the next: most runs stop between two
+PAUSES = 5  # of a run that is to be stopped: a fast one would be done
 # `++` also adds a setting that the program's YAML files leave to a default.
 SETTINGS = ["++checkpoint.every=10", "++checkpoint.keep_last=3", "++launch.max_restarts=99"]
 STALL_AFTER = 5  # seconds
@@ -89,7 +90,7 @@ class Drill(SmallRuns):
         self.faults: int = options.faults
         self.random = random.Random(options.seed)
         size = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
-        words = project.with_small_experiment([LOG_EVERY, *overrides])
+        words = project.with_small_experiment([f"log_every={LOG_STEPS}", *overrides])
         super().__init__(folder, [*SETTINGS, *size], words)
         project.current().refuse_to_train_nothing()
         (self.values,) = flags.each_job(training(), self.words, hydra_job.values_to_freeze)
@@ -178,20 +179,22 @@ class Drill(SmallRuns):
         before = self._content("whole")
         again, _ = self.train("whole", resume=True)
         unchanged = again == 0 and self._content("whole") == before
-        process = self.start("orphan")
+        process = self.start("orphan", *self._hanging("orphan", self.steps // 3))
         self.wait_for_step("orphan", 1, process)
         status, errors = self.train("orphan", resume=True)
         process.kill()
         process.communicate()
         self.gone("orphan")
-        shutil.rmtree(self.folder / "orphan")
+        for path in self.folder.glob("orphan*"):
+            shutil.rmtree(path)
         detail = f"exit {status} while it runs, {again} when it is done"
         return Outcome(unchanged and status == 2 and "is in use by process" in errors, detail)
 
     def killed_parent(self) -> Outcome:
         """Send SIGKILL to the command: no process outlives it, and the run resumes."""
-        process = self.start("orphan")
-        self.wait_for_step("orphan", self.steps // 3, process)
+        at = self.steps // 3
+        process = self.start("orphan", *self._hanging("orphan", at))
+        self.wait_for_step("orphan", at - LOG_STEPS, process)
         process.kill()
         process.communicate()
         orphans = self.gone("orphan")
@@ -202,8 +205,10 @@ class Drill(SmallRuns):
 
     def stopped_parent(self) -> Outcome:
         """Send SIGTERM to the command: it saves, exits with 143, and can be resumed."""
-        process = self.start("stopped")
-        self.wait_for_step("stopped", self.steps // 3, process)
+        at = self.steps // 3
+        pauses = [f"{at + more}:0:pause" for more in range(PAUSES)]
+        process = self.start("stopped", *self._faults("stopped", pauses))
+        self.wait_for_step("stopped", at - LOG_STEPS, process)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT)
@@ -217,7 +222,8 @@ class Drill(SmallRuns):
         """Damage the newest checkpoint: the run must resume from the one before it."""
         from lockstep.checkpoints.reading import checkpoints_in
 
-        process = self.start("flipped", "memory=false")  # a newer state there is used
+        hanging = self._hanging("flipped", 3 * self.steps // 4)
+        process = self.start("flipped", *hanging, "memory=false")  # a newer state there is used
         folder = self.directory("flipped").checkpoints
         self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
         process.kill()
@@ -244,9 +250,8 @@ class Drill(SmallRuns):
 
     def hanging_rank(self) -> Outcome:
         """One rank hangs: the run prints its stack and ends."""
-        plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
         started = time.monotonic()
-        status, errors = self.train("hang", *plan, *self._guard())
+        status, errors = self.train("hang", *self._hanging("hang", self.steps // 2), *self._guard())
         is_told = f"no step for {STALL_AFTER} s" in errors
         passed = status == 1 and is_told and self._sound("hang")
         seconds = time.monotonic() - started
@@ -258,6 +263,10 @@ class Drill(SmallRuns):
         if "guard" in self.values:
             return [f"++guard.stall_after={STALL_AFTER}"]
         return callback("guard", "lockstep.Guards", stall_after=STALL_AFTER)
+
+    def _hanging(self, name: str, step: int) -> list[str]:
+        """Return what lets the last rank hang at a step: a fast run is then still there."""
+        return self._faults(name, [f"{step}:{self.ranks - 1}:hang"])
 
     def _faults(self, name: str, plan: list[str]) -> list[str]:
         notes = self.folder / f"{name}.faults"

@@ -80,7 +80,7 @@ def _compare_finished(options: argparse.Namespace) -> Report:
         fairness.refuse_mixture(side.name, values)
         summary = runs[seeds[0]].read_summary()
         samples, tokens = (int(summary.get(unit, 0)) for unit in ("samples", "tokens"))
-        settings.append(Setting(side.name, values[0], samples, tokens))
+        settings.append(Setting(side.name, values[0], tokens, samples=samples))
     report = _new_report(options, sides, settings)
     fewest = report.judges[0].fewest_pairs
     if len(seeds) < fewest:

@@ -44,16 +44,16 @@ class Setting:
     Attributes:
         name: of the side.
         values: its frozen configuration, of any seed.
-        samples: that a run trains with; 0: its settings don't say.
-        tokens: in these samples; 0: they have none, or other numbers.
+        tokens: that a run trains with; 0: its data have none, or no fixed number in a sample.
         typed: the settings that only this side's words set; None for finished runs.
+        samples: that a run trains with; 0: its settings don't say.
     """
 
     name: str
     values: dict[str, Any]
-    samples: int
     tokens: int
     typed: frozenset[str] | None = None
+    samples: int = 0
 
     def value(self, name: str) -> Any:
         """Return a setting's value; None if it has none."""

@@ -55,7 +55,7 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
         samples = _samples(config, placement)
         tokens = samples * OmegaConf.select(config, "data.block_size", default=0)
-        setting = Setting(side.name, values, samples, tokens, typed)
+        setting = Setting(side.name, values, tokens, typed, samples)
         return Plan(setting, placement)
 
     return flags.each_job(training(), words, job)[0]
