@@ -85,7 +85,6 @@ NOT_PUBLIC = {
     "lockstep.building",
     "lockstep.callbacks.environment",
     "lockstep.checkpoints.reading",
-    "lockstep.checkpoints.same_shape",
     "lockstep.checkpoints.weights",
     "lockstep.command_line",
     "lockstep.evaluation.command",
