@@ -258,7 +258,9 @@ def test_tensor_ranks_share_states_and_wait_for_their_sums(composed):
     assert plan(4).refused[1].startswith("strategy.tensor_parallel=4 does not divide 1 device")
     assert (split.batch.data_parallel, split.batch.accumulation) == (2, 8)
     assert split.time.compute == pytest.approx(whole.time.compute, rel=0.05)
-    assert split.memory == whole.memory  # at most so much: a rank computes parts of layers
+    # At most so much, as a rank computes parts of layers; it adds up the gradients of its part.
+    assert replace(split.memory, copies=whole.memory.copies) == whole.memory
+    assert whole.memory.copies / 4 < split.memory.copies < whole.memory.copies
     # Activations in bfloat16: four times per block, the embeddings, and the head's gradient.
     activations = 4 * 1024 * 768 * 2
     bandwidth = H100.intra.bandwidth * H100.link_efficiency

@@ -237,8 +237,7 @@ def fsdp2(
             bfloat16; shards and their updates stay float32.
         reduce_dtype: type in which gradients are added over ranks.
         reduce_each: scatter gradients in each micro-batch, instead of once a step.
-        tensor_parallel: how many neighboring ranks have the same samples, and split the layers by
-            the model's `tensor_plan`.
+        tensor_parallel: how many neighboring ranks split layers, by the model's `tensor_plan`.
         save_parts: each rank writes its shard of a checkpoint, all at the same time.
 
     Raises:
