@@ -42,7 +42,7 @@ def load_initial_weights(
     if is_run(path):
         weights, saved = weights_of_run(path, model, tokenizer, where, SHAPE, POSITIONS)
     else:
-        from lockstep.hub.reading import weights_of_folder  # late: few runs need it
+        from lockstep.hub import weights_of_folder  # late: few runs need it
 
         from lockstep_gpt.layouts import layout_of
 

@@ -11,8 +11,7 @@ from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.errors import UserError
 from lockstep.run.directory import literal, settled
 from lockstep.run.trust import refuse_foreign
-from lockstep.tokens.tokenizer import Tokenizer
-from lockstep.tokens.tokenizer_choice import saved_tokenizer
+from lockstep.tokens import Tokenizer, saved_tokenizer
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import PROJECT
@@ -68,7 +67,7 @@ def model_of(
     model: LanguageModel = build(values["model"], vocab_size=tokenizer.vocab_size)
     # Late: these need torch.
     from lockstep.checkpoints.weights import restore
-    from lockstep.mixtures.mask import mask_if_configured
+    from lockstep.mixtures import mask_if_configured
     from lockstep.run.source_code import tell_changes
 
     restore(model, content["state_dict"], path, PREFIX)
