@@ -12,7 +12,10 @@ from lightning import Trainer
 
 import lockstep
 
-FACES = ("evaluation", "hub", "mixtures", "tokens")
+FACES = (
+    *("callbacks", "checkpoints", "evaluation", "hub", "loggers", "mixtures", "run", "strategies"),
+    "tokens",
+)
 VALUES = {"NUMERICS", "Order"}  # a number and a type: versions.py and order.py explain them
 PUBLIC = sorted({*lockstep.__all__} - VALUES)
 # Packages whose names a project may import.

@@ -44,18 +44,16 @@ def of_split(
     Of the GPT: `val/loss` in nats per token, and `val/perplexity`, or `test/...`; the number of
     targets, `tokens`; and, if the split is text whose tokens are all targets, `bits_per_byte`.
     """
-    from lockstep.mixtures import mask_if_configured
-
     from lockstep_gpt.data import Tokens
     from lockstep_gpt.module import GPTModule, count_targets
-    from lockstep_gpt.trained_model import OUR_MODULE
+    from lockstep_gpt.trained_model import OUR_MODULE, mask_as_trained
 
     usual = SAMPLES if cfg.module.get("_target_") == OUR_MODULE else None
     trained = evaluation.Trained(cfg, checkpoint, content, batch_size or usual)
     module, data = trained.module, trained.data
     if not isinstance(module, GPTModule):
         return trained.measured(split)
-    mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
+    mask_as_trained(cfg, module.model, getattr(data, "tokenizer", None))
     result = trained.measured(split, count_targets)
     if isinstance(data, Tokens):
         bits = data.prepared.bits_per_byte(split, result[f"{split}/loss"], result["tokens"])

@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -44,6 +45,7 @@ OURS = {
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
     "-sc": Command("lockstep.commands:complete", "complete words in the shell", False),
 }
+FOLDER = Path(__file__).parent
 OF_PACKAGES = ("train", "prepare", "evaluate", "-sc")
 
 
@@ -53,11 +55,20 @@ def table() -> dict[str, Command]:
     A command of the project's stands in the place of the engine's of that name. A script trains
     when Python runs it.
     """
+    ours = {name: command for name, command in OURS.items() if _is_there(command)}
     if project.package() is None:
-        return {name: OURS[name] for name in OURS if name not in OF_PACKAGES}
-    usual = {name: OURS[name] for name in ("train", "prepare", "evaluate")}
+        return {name: ours[name] for name in ours if name not in OF_PACKAGES}
+    usual: dict[str, Command] = {
+        name: ours[name] for name in ("train", "prepare", "evaluate") if name in ours
+    }
     commands = {**usual, **project.current().commands}
-    return {**commands, **{name: OURS[name] for name in OURS if name not in commands}}
+    return {**commands, **{name: ours[name] for name in ours if name not in commands}}
+
+
+def _is_there(command: Command) -> bool:
+    """Return whether the file of a command of ours is there: an optional folder may be deleted."""
+    _, *parts = command.target.partition(":")[0].split(".")
+    return FOLDER.joinpath(*parts).with_suffix(".py").is_file()
 
 
 def run(words: Sequence[str] | None = None) -> NoReturn:

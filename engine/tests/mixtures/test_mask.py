@@ -9,7 +9,6 @@ import torch
 from lockstep_gpt.data import Tokens
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
-from omegaconf import OmegaConf
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep.errors import UserError
@@ -24,8 +23,7 @@ from lockstep.mixtures.attention import (
 from lockstep.mixtures.mask import (
     Documents,
     MaskDocuments,
-    mask,
-    mask_if_configured,
+    mask_documents,
 )
 from lockstep.tokens.tokenizer import ByteTokenizer
 
@@ -44,7 +42,7 @@ def model_of(name, *, masked=True, **changes):
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     if masked:
-        mask(model, ByteTokenizer())
+        mask_documents(model, ByteTokenizer())
     return model
 
 
@@ -239,7 +237,7 @@ def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpoint
     eager = model_of(name, **changes)
     expected = gradients(eager, eager(tokens, targets))
     model = model_of(name, masked=False, **changes)
-    mask(model, ByteTokenizer(), one_graph=True)
+    mask_documents(model, ByteTokenizer(), one_graph=True)
     whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
     features = torch.compile(model.features, **whole)
     torch.testing.assert_close(features(tokens), eager.features(tokens))
@@ -258,21 +256,10 @@ def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
         end_of_text = None
 
     with pytest.raises(UserError, match=r"callbacks=documents needs documents, and this"):
-        mask(GPT(vocab_size=50, **SHAPE), Endless())
+        mask_documents(GPT(vocab_size=50, **SHAPE), Endless())
     other = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="needs attention with `attend`"):
-        mask(other, ByteTokenizer())
-
-
-MASKS = {"_target_": f"{MaskDocuments.__module__}.MaskDocuments", "compiled": True}
-
-
-@pytest.mark.parametrize("callbacks", [{}, {"sample": None}, {"documents": MASKS}, None])
-def test_only_a_run_with_the_callback_has_a_masked_model(callbacks):
-    model = GPT(vocab_size=50, **SHAPE)
-    config = OmegaConf.create({"callbacks": callbacks})
-    mask_if_configured(config, model, ByteTokenizer())
-    assert isinstance(model.positions.__self__, Documents) is ("documents" in (callbacks or {}))
+        mask_documents(other, ByteTokenizer())
 
 
 class Noting(lightning.LightningModule):

@@ -9,12 +9,12 @@ from lockstep.lazy import lazily
 
 if TYPE_CHECKING:
     from lockstep.mixtures.by_source import BySource
-    from lockstep.mixtures.mask import MaskDocuments, mask_if_configured
+    from lockstep.mixtures.mask import MaskDocuments, mask_documents
 
 __all__ = [
     "BySource",
     "MaskDocuments",
-    "mask_if_configured",
+    "mask_documents",
 ]
 
 __getattr__, __dir__ = lazily(
@@ -22,6 +22,6 @@ __getattr__, __dir__ = lazily(
     {
         "BySource": "lockstep.mixtures.by_source:BySource",
         "MaskDocuments": "lockstep.mixtures.mask:MaskDocuments",
-        "mask_if_configured": "lockstep.mixtures.mask:mask_if_configured",
+        "mask_documents": "lockstep.mixtures.mask:mask_documents",
     },
 )

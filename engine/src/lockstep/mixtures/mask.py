@@ -113,7 +113,7 @@ class MaskDocuments(Callback):
         module: Any = pl_module
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         one_graph = self.compiled and any(map(_is_recomputed, module.model.blocks))
-        mask(module.model, tokenizer, one_graph)
+        mask_documents(module.model, tokenizer, one_graph)
         new_model = getattr(module, "new_model", None)
         if new_model is not None:  # for what samples from a copy of the weights
             module.new_model = partial(_masked, new_model, tokenizer)
@@ -121,25 +121,11 @@ class MaskDocuments(Callback):
 
 def _masked(new_model: Any, tokenizer: Tokenizer) -> Any:
     model = new_model()
-    mask(model, tokenizer)
+    mask_documents(model, tokenizer)
     return model
 
 
-def mask_if_configured(cfg: Any, model: Any, tokenizer: Tokenizer | None) -> None:
-    """Change a trained model as `callbacks=documents` did in its run, if it did.
-
-    Args:
-        cfg: of the run.
-        model: to change.
-        tokenizer: of the run; None: its data has none, and then no such callback.
-    """
-    ours = f"{MaskDocuments.__module__}.{MaskDocuments.__qualname__}"
-    nodes = (cfg.get("callbacks") or {}).values()
-    if any(node is not None and node.get("_target_") == ours for node in nodes):
-        mask(model, tokenizer)
-
-
-def mask(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> None:
+def mask_documents(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> None:
     """Change a model so that documents don't see each other.
 
     With `one_graph`, a CPU masks at all T x T scores without leaving the compiled graph, as a GPU

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.tokens.sources.source import Source
     from lockstep.tokens.sources.text import Text
     from lockstep.tokens.tokenizer import GrowingText, Tokenizer, printable
-    from lockstep.tokens.tokenizer_choice import saved_tokenizer
+    from lockstep.tokens.tokenizer_choice import encode_alike, saved_tokenizer
     from lockstep.tokens.windows import Batch, Stored, move_to_device, read_windows
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Tokenizer",
     "check_sampling",
     "continued",
+    "encode_alike",
     "evaluating",
     "move_to_device",
     "printable",
@@ -49,6 +50,7 @@ __getattr__, __dir__ = lazily(
         "Tokenizer": "lockstep.tokens.tokenizer:Tokenizer",
         "check_sampling": "lockstep.tokens.sampling:check_sampling",
         "continued": "lockstep.tokens.sampling:continued",
+        "encode_alike": "lockstep.tokens.tokenizer_choice:encode_alike",
         "evaluating": "lockstep.tokens.sampling:evaluating",
         "move_to_device": "lockstep.tokens.windows:move_to_device",
         "printable": "lockstep.tokens.tokenizer:printable",
