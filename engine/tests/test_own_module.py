@@ -198,6 +198,9 @@ def test_one_and_two_ranks_train_it_as_lightning_itself_does(train):
     assert "loaders  train_dataloader returns a DataLoader, not a train_loader: the ord" in printed
     assert "val/loss" in printed
     assert [word for word in OF_TEXT if word in printed] == []
+    assert "optimizer  Adam begins with lr 0.01, with no scheduler" in printed
+    assert "  lr " not in printed  # `optim.lr`, which this module doesn't use
+    assert "  schedule " not in printed
     one, two = weights_of(train.folder / "one"), weights_of(train.folder / "two")
     for name, weight in expected.items():
         assert torch.equal(one[name], weight)
@@ -210,6 +213,7 @@ def test_one_and_two_ranks_train_it_as_lightning_itself_does(train):
         assert [name for name in last if "token" in name or "perplexity" in name] == []
         summary = train.summary(run)
         assert (summary["status"], summary["samples"]) == ("done", 160)
+        assert "peak_lr" not in summary
         assert summary["monitored_value"] == pytest.approx(float(last["val/loss"]))
         assert [name for name in summary if "token" in name or "perplexity" in name] == []
     assert [*(train.folder / "two/wandb").glob("offline-run-*")]

@@ -26,6 +26,8 @@ def build(
     vocab_size = getattr(data, "vocab_size", None)
     known = {"schedule": schedule, "vocab_size": vocab_size, "compiled": cfg.compile}
     module = lockstep.build(cfg.module, **known)
+    is_scheduled = getattr(module, "schedule", None) is schedule  # yours may have rates of its own
+    peak_lr = {"peak_lr": peak} if is_scheduled else {}
     if cfg.init_from is not None and not run.has_begun:
         load_initial_weights(cfg.init_from, module, data)
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
@@ -36,7 +38,7 @@ def build(
         precision=cfg.precision,
         log_every_n_steps=cfg.log_every,
         strategy=lockstep.build(cfg.strategy, batch=batch),  # adds gradients
-        logger=run.loggers(cfg.logger, peak_lr=peak, global_batch_size=batch.global_size),
+        logger=run.loggers(cfg.logger, **peak_lr, global_batch_size=batch.global_size),
         callbacks=[  # what takes part in a run, in order
             lockstep.ValidateEvery(cfg.val_every),
             lockstep.MicroBatchSeeds(cfg.seed),
@@ -53,7 +55,8 @@ def build(
         default_root_dir=run.path,
     )
     scaling = f"{cfg.optim.lr:g} x {peak / cfg.optim.lr:g} = {peak:g} ({cfg.lr_scaling})"
-    run.announce(trainer, module, data, batch, schedule, lr=scaling)
+    rates = {"lr": scaling} if is_scheduled else {}
+    run.announce(trainer, module, data, batch, *([schedule] if is_scheduled else []), **rates)
     return module, data, trainer
 
 
