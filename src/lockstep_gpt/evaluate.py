@@ -53,12 +53,13 @@ def of_split(
     from lockstep_gpt.module import GPTModule, count_targets
     from lockstep_gpt.trained_model import OUR_MODULE
 
-    usual = SAMPLES if cfg.module.get("_target_") == OUR_MODULE else None
-    trained = Trained(cfg, checkpoint, content, batch_size or usual)
+    is_ours = cfg.module.get("_target_") == OUR_MODULE
+    trained = Trained(cfg, checkpoint, content, batch_size or (SAMPLES if is_ours else None))
     module, data = trained.module, trained.data
-    if not isinstance(module, GPTModule):
+    if isinstance(module, GPTModule):
+        mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
+    if not is_ours:  # a class derived from it may have other batches, and log another loss
         return trained.measured(split)
-    mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
     result = trained.measured(split, count_targets)
     if isinstance(data, Tokens):
         bits = data.prepared.bits_per_byte(split, result[f"{split}/loss"], result["tokens"])

@@ -3,6 +3,7 @@
 import lockstep
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lockstep.errors import UserError
 from omegaconf import DictConfig
 
 from lockstep_gpt import CONFIGS
@@ -23,9 +24,12 @@ def build(
     peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
     schedule = lockstep.build(cfg.schedule, steps=cfg.max_steps, peak=peak)
     torch.manual_seed(cfg.seed)  # all ranks draw the same initial weights
-    vocab_size = getattr(data, "vocab_size", None)
-    known = {"schedule": schedule, "vocab_size": vocab_size, "compiled": cfg.compile}
+    known = {"schedule": schedule, "compiled": cfg.compile}
+    if hasattr(data, "vocab_size"):
+        known["vocab_size"] = data.vocab_size
     module = lockstep.build(cfg.module, **known)
+    if not isinstance(module, LightningModule):
+        raise UserError(f"module._target_={cfg.module._target_} names no LightningModule; set one")
     is_scheduled = getattr(module, "schedule", None) is schedule  # yours may have rates of its own
     peak_lr = {"peak_lr": peak} if is_scheduled else {}
     if cfg.init_from is not None and not run.has_begun:
@@ -65,8 +69,9 @@ def main(cfg: DictConfig, run: lockstep.Run) -> float:
     """Train to the end as one rank; return the metric that a sweep compares."""
     module, data, trainer = build(cfg, run)
     trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
-    has_text = isinstance(module, GPTModule) and hasattr(data, "tokenizer")
-    run.suggest(*(["generate"] if has_text else []), "evaluate")
+    is_ours = type(module) is GPTModule  # not a class derived from it, whose batches may differ
+    can_generate = is_ours and hasattr(module.model, "generate") and hasattr(data, "tokenizer")
+    run.suggest(*(["generate"] if can_generate else []), "evaluate")
     return run.finish(trainer, metric=cfg.checkpoint.monitor)
 
 
