@@ -199,7 +199,7 @@ def test_one_and_two_ranks_train_it_as_lightning_itself_does(train):
     assert "val/loss" in printed
     assert [word for word in OF_TEXT if word in printed] == []
     assert "optimizer  Adam begins with lr 0.01, with no scheduler" in printed
-    assert "  lr " not in printed  # `optim.lr`, which this module doesn't use
+    assert "(linear)" not in printed  # the rate from `optim.lr`, which this module doesn't use
     assert "  schedule " not in printed
     one, two = weights_of(train.folder / "one"), weights_of(train.folder / "two")
     for name, weight in expected.items():
