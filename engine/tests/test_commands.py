@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from lockstep_gpt import CONFIGS, PROJECT
 
 import lockstep
 from lockstep import commands as cli
-from lockstep.commands import OURS, table
+from lockstep import project
+from lockstep.commands import table
 from lockstep.errors import UserError
 from lockstep.project import Command
 from lockstep.versions import VERSION
@@ -134,7 +136,8 @@ def interrupt(_arguments):
 
 @pytest.mark.parametrize(("function", "status"), [(len, 3), (fail, 2), (interrupt, 130)])
 def test_a_command_s_end_is_the_exit_status(monkeypatch, capsys, function, status):
-    monkeypatch.setitem(OURS, "try", Command("a_module:main", "", False))
+    own = {"try": Command("a_module:main", "", False)}
+    monkeypatch.setattr(project, "_begun", [replace(PROJECT, commands=own)])
     monkeypatch.setitem(sys.modules, "a_module", type("Module", (), {"main": function}))
     assert cli.main(["try", "a", "b", "c"]) == status
     assert capsys.readouterr().err in ("", f"{PROJECT.program} try: value, rule and remedy\n")

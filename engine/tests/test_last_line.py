@@ -12,7 +12,7 @@ from lockstep.checkpoints.content import NEEDED_TO_RESUME
 from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
 from lockstep.checkpoints.sums import sum_path
 from lockstep.errors import UserError, describe_error
-from lockstep.processes import invocation
+from lockstep.processes import typed
 from lockstep.run.directory import RunDirectory
 from lockstep.run.last_line import resume_command, way_on
 
@@ -215,7 +215,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_named(run, monkeypatch):
 
 def test_a_shell_reads_the_command_as_it_was_meant(run):
     words = shlex.split(resume_command(run))
-    assert words == [*shlex.split(invocation()), "train", f"run_dir={run.path}", "resume=auto"]
+    assert words == [*shlex.split(typed("train")), f"run_dir={run.path}", "resume=auto"]
 
 
 def test_each_machine_gets_its_own_command(run):

@@ -27,13 +27,13 @@ def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(script.parent))
     monkeypatch.chdir(tmp_path)
-    assert processes.invocation() == f"{sys.executable} -m lockstep_gpt"
+    assert processes.typed("check") == f"{sys.executable} -m lockstep_gpt check"
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "dev.py").touch()
-    assert processes.invocation() == "python3 scripts/dev.py"
+    assert processes.typed("check") == "python3 scripts/dev.py check"
     script.parent.mkdir()
     script.touch(mode=0o755)
-    assert processes.invocation() == PROJECT.program
+    assert processes.typed("check") == f"{PROJECT.program} check"
 
 
 def test_a_tool_of_this_environment_is_named_so_that_typing_it_here_works(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """How often `compare` is wrong, and how many runs it needs: a table from real runs.
 
 usage: python lab/benchmarks/compare_calibration.py [--seeds 64] [--folder runs/calibration]
+                                                    [--script train.py --base WORDS --gain WORDS]
 
 The smoke experiment, for 60 steps, trains with each seed in a setting and in one with a learning
-rate that gains about 1 %. The runs are then drawn again and again, in random order:
+rate that gains about 1 %; or a script of your own does, in two settings of it. The runs are then
+drawn again and again, in random order:
 
 - a setting against itself: runs of the base with other seeds, so no difference is real;
 - pairs without a gain: the pairs' differences minus their mean, drawn with replacement;
@@ -18,6 +20,7 @@ the true deviations, which nobody knows beforehand.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,7 +33,10 @@ from lockstep.evidence.measures import measure_of
 from lockstep.evidence.sides import common_seeds, finished_groups
 from lockstep.evidence.verdicts import BETTER, OPEN, WORSE, Judge
 
+from lockstep_gpt import PROJECT
+
 SMOKE = ["experiment=smoke", "max_steps=60", "val_every=60", "trainer=cpu", "trainer.devices=1"]
+SCRIPTS = ["launch.inline=true"]  # all runs in one process
 QUIET = ["logger=none", "callbacks.sample=null", "checkpoint.every=null"]
 SIDES = {"base": "optim.lr=3e-3", "gain": "optim.lr=3.25e-3"}
 COMPARISONS = 1000
@@ -43,23 +49,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=64, help="of each setting (default: 64)")
     parser.add_argument("--folder", type=Path, default=Path("runs/calibration"))
+    parser.add_argument("--script", type=Path, help="a program, instead of the smoke experiment")
+    parser.add_argument("--base", default=SIDES["base"], help="settings of the base")
+    parser.add_argument("--gain", default=SIDES["gain"], help="settings that gain about 1 %%")
     options = parser.parse_args()
-    for name, word in SIDES.items():
-        train(options.folder / name, word, options.seeds)
+    command = [*PROJECT.command("train"), *SMOKE, *QUIET]
+    if options.script:
+        command = [sys.executable, str(options.script), *SCRIPTS]
+    for name in SIDES:
+        words = shlex.split(getattr(options, name))
+        train([*command, *words], options.folder / name, options.seeds)
     sides, groups = finished_groups([f"{options.folder}/{name}/*" for name in SIDES])
     seeds = common_seeds(sides, groups)
     base, gain = (np.array([JUDGE.measure.of(runs[seed]) for seed in seeds]) for runs in groups)
     print(table(base, gain))
 
 
-def train(folder: Path, word: str, seeds: int) -> None:
+def train(command: list[str], folder: Path, seeds: int) -> None:
     """Train a setting with seeds from 1, unless its folder is there."""
-    if folder.exists():
-        return
-    words = [*SMOKE, *QUIET, word, f"seed=range(1,{seeds + 1})", f"run_dir={folder}"]
-    subprocess.run(
-        [sys.executable, "-m", "lockstep_gpt", "train", "--multirun", *words], check=True
-    )
+    if not folder.exists():
+        words = [f"seed=range(1,{seeds + 1})", f"run_dir={folder}", "--multirun"]
+        subprocess.run([*command, *words], check=True)
 
 
 def table(base: np.ndarray, gain: np.ndarray) -> str:

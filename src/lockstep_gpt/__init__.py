@@ -17,6 +17,7 @@ PROJECT = begin(
         version="0.3.0",  # as in pyproject.toml
         configs=CONFIGS,
         train=f"{__name__}.train:main",
+        small=("experiment=smoke",),  # what `check` and `drill` train
         commands={
             "evaluate": Command(f"{__name__}.evaluate:main", "measure on held-out data", False),
             "generate": Command(f"{__name__}.generate:main", "continue a prompt", False),

@@ -47,17 +47,16 @@ def of_split(
     targets, `tokens`; and, if the split is text whose tokens are all targets, `bits_per_byte`.
     """
     from lockstep.evaluation.measure import Trained
-    from lockstep.mixtures.mask import mask_if_configured
 
     from lockstep_gpt.data import Tokens
     from lockstep_gpt.module import GPTModule, count_targets
-    from lockstep_gpt.trained_model import OUR_MODULE
+    from lockstep_gpt.trained_model import OUR_MODULE, mask_as_trained
 
     is_ours = cfg.module.get("_target_") == OUR_MODULE
     trained = Trained(cfg, checkpoint, content, batch_size or (SAMPLES if is_ours else None))
     module, data = trained.module, trained.data
     if isinstance(module, GPTModule):
-        mask_if_configured(cfg, module.model, getattr(data, "tokenizer", None))
+        mask_as_trained(cfg, module.model, getattr(data, "tokenizer", None))
     if not is_ours:  # a class derived from it may have other batches, and log another loss
         return trained.measured(split)
     result = trained.measured(split, count_targets)

@@ -1,12 +1,20 @@
 """`init_from`: begins a run with the weights of another run, or of a transformers folder."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lockstep
 from lightning import LightningDataModule, LightningModule
-from lockstep.checkpoints.same_shape import is_run, weights_of_run
-from lockstep.checkpoints.weights import set_weights
+from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep.checkpoints.weights import set_weights, weights_for
+from lockstep.errors import UserError
+from lockstep.run.directory import settled
+from lockstep.settings import as_typed
+from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.tokens.tokenizer_choice import encode_alike, saved_tokenizer
+from torch import Tensor
 
 from lockstep_gpt.language_model import LanguageModel
 
@@ -14,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # What decides the function that the weights are of, besides their shapes.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "ngram_rows", "longest_ngram")
-POSITIONS = "position_embedding.weight"
+POSITIONS = "position_embedding.weight"  # with a row for each position
 
 
 def load_initial_weights(
@@ -40,7 +48,7 @@ def load_initial_weights(
     where = f"init_from={path}"
     tokenizer = getattr(data, "tokenizer", None)
     if is_run(path):
-        weights, saved = weights_of_run(path, model, tokenizer, where, SHAPE, POSITIONS)
+        weights, saved = weights_of_run(path, model, tokenizer, where)
     else:
         from lockstep.hub.reading import weights_of_folder  # late: few runs need it
 
@@ -50,3 +58,69 @@ def load_initial_weights(
         weights, saved = weights_of_folder(path, model, tokenizer, layout, where)
     set_weights(model, weights, where)
     logger.info("weights of %s, %s of %s positions", path, f"{model.block_size:,}", f"{saved:,}")
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is a run directory, a checkpoint, or a tracker's."""
+    return path.is_file() or (path / "checkpoints").is_dir() or str(path).startswith("wandb:")
+
+
+def weights_of_run(
+    path: Path, model: LanguageModel, tokenizer: Tokenizer | None, where: str
+) -> tuple[dict[str, Tensor], int]:
+    """Return the weights of a run for a model of its shape, and the run's context.
+
+    Args:
+        path: a run, or a checkpoint in one.
+        model: that begins with the weights; a shorter context uses the first learned positions.
+        tokenizer: of the data; None: they have none.
+        where: begins each error.
+
+    Raises:
+        UserError: the run's shape or tokenizer differs.
+    """
+    checkpoint, content = with_newest(path, lambda path: (path, read_checkpoint(path)))
+    settings = settled(content["config"]).get("model")
+    if not isinstance(settings, dict):
+        raise UserError(f"{where} has no model like ours; name a run of this program")
+    _refuse_other_shape(settings, model, where)
+    saved = dict(content["state_dict"])
+    context = int(settings["block_size"])
+    longest = model.block_size
+    for name in saved:
+        if name.endswith(POSITIONS):
+            if context < longest:
+                raise UserError(
+                    f"{where} has learned positions for {context} tokens, and model.block_size="
+                    f"{longest}; set model.block_size={context}"
+                )
+            saved[name] = saved[name][:longest]
+    if tokenizer is not None and not encode_alike(saved_tokenizer(checkpoint, content), tokenizer):
+        raise UserError(
+            f"{where} has another tokenizer than the data; set data and tokenizer as in its config"
+        )
+    return weights_for(model, saved, where), context
+
+
+def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: str) -> None:
+    """Raise a `UserError` for the first setting that would change what the weights compute."""
+    ours = f"{type(model).__module__}.{type(model).__qualname__}"
+    theirs = saved.get("_target_")
+    if theirs != ours:
+        raise UserError(
+            f"{where} has model._target_={theirs}, and here it is {ours}; choose a model of its "
+            "kind, such as model=gpt or model=modern"
+        )
+    for name in SHAPE:
+        if name not in saved or not hasattr(model, name):
+            continue
+        value = getattr(model, name)
+        saved_value = saved[name]
+        if name == "n_kv_head":
+            saved_value = saved_value or saved["n_head"]
+        is_used = name != "longest_ngram" or saved.get("ngram_rows")
+        if is_used and saved_value != value:
+            raise UserError(
+                f"{where} has {name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}; "
+                f"set model.{name}={as_typed(saved_value)}"
+            )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep_gpt.language_model import LanguageModel
 
 OUR_MODULE = "lockstep_gpt.module.GPTModule"
+DOCUMENTS = "lockstep.mixtures.mask.MaskDocuments"  # of callbacks=documents
 PREFIX = "model."  # Lightning saves the weights of the module's attribute `model` with it
 
 
@@ -68,14 +69,22 @@ def model_of(
     model: LanguageModel = build(values["model"], vocab_size=tokenizer.vocab_size)
     # Late: these need torch.
     from lockstep.checkpoints.weights import restore
-    from lockstep.mixtures.mask import mask_if_configured
     from lockstep.run.source_code import tell_changes
 
     restore(model, content["state_dict"], path, PREFIX)
     tell_changes(path, content, model)
     cfg = OmegaConf.create(literal(values))
-    mask_if_configured(cfg, model, tokenizer)
+    mask_as_trained(cfg, model, tokenizer)
     return model.eval(), cfg, tokenizer
+
+
+def mask_as_trained(cfg: DictConfig, model: LanguageModel, tokenizer: Tokenizer | None) -> None:
+    """Keep documents apart in a model, as `callbacks=documents` did in its run, if it did."""
+    nodes = (cfg.get("callbacks") or {}).values()
+    if any(node is not None and node.get("_target_") == DOCUMENTS for node in nodes):
+        from lockstep.mixtures.mask import mask  # late: few runs need it
+
+        mask(model, tokenizer)
 
 
 def _refuse_other_module(path: Path, values: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parser_of_run(command: str, description: str) -> OneLineParser:
     """Return a command's parser with the arguments that say where a trained run is."""
-    parser = OneLineParser(prog=f"{project.program()} {command}", description=description)
+    parser = OneLineParser(prog=project.typed(command), description=description)
     sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
     parser.add_argument("source", type=Path, help=sources)
     trusting = "use classes that only the run's configuration names"

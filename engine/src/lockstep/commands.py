@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -44,20 +45,34 @@ OURS = {
     # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
     "-sc": Command("lockstep.commands:complete", "complete words in the shell", False),
 }
+FOLDER = Path(__file__).parent
+OF_PACKAGES = ("train", "prepare", "evaluate", "-sc")
 
 
 def table() -> dict[str, Command]:
     """Return all commands of the current project: of each run, its own, then the engine's others.
 
-    A command of the project's stands in the place of the engine's of that name.
+    A command of the project's stands in the place of the engine's of that name. A script trains
+    when Python runs it.
     """
-    usual = {name: OURS[name] for name in ("train", "prepare", "evaluate")}
+    ours = {name: command for name, command in OURS.items() if _is_there(command)}
+    if project.package() is None:
+        return {name: ours[name] for name in ours if name not in OF_PACKAGES}
+    usual: dict[str, Command] = {
+        name: ours[name] for name in ("train", "prepare", "evaluate") if name in ours
+    }
     commands = {**usual, **project.current().commands}
-    return {**commands, **{name: OURS[name] for name in OURS if name not in commands}}
+    return {**commands, **{name: ours[name] for name in ours if name not in commands}}
 
 
-def run() -> NoReturn:
-    """Run one command, then end the process with its exit status.
+def _is_there(command: Command) -> bool:
+    """Return whether the file of a command of ours is there: an optional folder may be deleted."""
+    _, *parts = command.target.partition(":")[0].split(".")
+    return FOLDER.joinpath(*parts).with_suffix(".py").is_file()
+
+
+def run(words: Sequence[str] | None = None) -> NoReturn:
+    """Run one command, by default that of the command line, and end with its exit status.
 
     The command's handlers of signals stay until the end: a late signal changes nothing.
     """
@@ -65,7 +80,7 @@ def run() -> NoReturn:
     standard_streams.open_missing()
     standard_streams.show_every_character()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, every child seems to succeed
-    end_process(_run_command(sys.argv[1:]))
+    end_process(_run_command([*(sys.argv[1:] if words is None else words)]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +122,8 @@ def _run_without_command(word: str) -> int:
     """Return the exit status of a first word that is no command."""
     ours = project.current()
     if word == "--version":
-        print(f"{ours.program} {ours.version}, lockstep {VERSION}")
+        named = "" if ours.package is None else f"{ours.program} {ours.version}, "
+        print(f"{named}lockstep {VERSION}")
         return 0
     if word == "":
         print(_usage(), file=sys.stderr)

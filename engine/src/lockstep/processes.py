@@ -28,16 +28,19 @@ _is_own = False  # whether this process runs nothing but our command
 _exit_seconds: float | None = None  # None: exit handlers may take any time
 
 
-def invocation() -> str:
-    """Return what to type in this folder to run this installation's command."""
+def typed(command: str) -> str:
+    """Return what to type in this folder to run a command of this installation's program."""
     ours = project.found()
-    program = project.program()
-    command = shutil.which(program)
-    if ours is None or (command and Path(command).parent == Path(sys.executable).parent):
-        return program
-    if Path("scripts/dev.py").is_file():
-        return "python3 scripts/dev.py"
-    return f"{sys.executable} -m {ours.package}"
+    usual = project.typed(command)
+    if ours is None or not usual.startswith(f"{ours.program} "):
+        return usual
+    installed = shutil.which(ours.program)
+    if installed and Path(installed).parent == Path(sys.executable).parent:
+        return usual
+    program = f"{sys.executable} -m {ours.package or 'lockstep'}"
+    if ours.package is not None and Path("scripts/dev.py").is_file():
+        program = "python3 scripts/dev.py"
+    return program + usual.removeprefix(ours.program)
 
 
 def training_command() -> str:
@@ -45,7 +48,7 @@ def training_command() -> str:
 
     Its agent and ranks get it from the command, in their environment.
     """
-    return os.environ.get(PROGRAM_VARIABLE) or f"{invocation()} train"
+    return os.environ.get(PROGRAM_VARIABLE) or typed("train")
 
 
 def name_program(main: Any, name: str | None = None) -> None:
@@ -83,9 +86,8 @@ def name_restored() -> Iterator[None]:
 
 def program_name() -> str:
     """Return what an error line begins with: the program, or the command of this installation."""
-    command = training_command()
-    words = shlex.split(command)
-    is_ours = words[-1] == "train" or command.startswith(invocation())
+    words = shlex.split(training_command())
+    is_ours = words[-1] in ("train", "prepare")
     return f"{project.program()} {words[-1]}" if is_ours else Path(words[-1]).name
 
 

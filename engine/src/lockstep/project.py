@@ -1,4 +1,4 @@
-"""What the engine's commands know of the project that they serve.
+"""What the engine's commands know of the program that they serve: a project's package, or a script.
 
 A project begins in its package, so that its commands, its ranks, and its notebooks know it:
 
@@ -7,8 +7,9 @@ A project begins in its package, so that its commands, its ranks, and its notebo
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,25 +31,56 @@ class Project:
 
     Args:
         program: what people type, such as `my-gpt`.
-        package: what `python -m` runs.
+        package: what `python -m` runs; None: the program is a script.
         version: of the project.
         configs: the folder of its YAML files.
-        train: the function that `lockstep.main` decorates, as `package.module:name`.
+        train: the function that `lockstep.main` decorates, as `package.module:name`, or as
+            `/path/of/script.py:name`; empty: nothing is trained here.
         commands: its own, by name; each is imported only when it runs.
         config_name: its main YAML file.
+        small: settings of a small experiment, which `check` and `drill` train by default.
+        script: the file of a program without a package, as people type it.
     """
 
     program: str
-    package: str
+    package: str | None
     version: str
     configs: Path
     train: str
     commands: Mapping[str, Command] = field(default_factory=dict)
     config_name: str = "train"
+    small: tuple[str, ...] = ()
+    script: Path | None = None
 
-    def command(self, *words: str) -> list[str]:
-        """Return the command line of a process of this project."""
-        return [sys.executable, "-m", self.package, *words]
+    def command(self, name: str, *words: str) -> list[str]:
+        """Return the command line of a process that runs a command of this project.
+
+        Raises:
+            UserError: it would train, but this is no program.
+        """
+        if name == "train":
+            self.refuse_to_train_nothing()
+        if self.package is not None:
+            return [sys.executable, "-m", self.package, name, *words]
+        script = [str(self.script)] if self.script is not None else []
+        if name == "train":
+            return [sys.executable, *script, *words]
+        return [sys.executable, "-m", "lockstep", name, *script, *words]
+
+    def refuse_to_train_nothing(self) -> None:
+        """Raise a `UserError` if this is no program that trains."""
+        if not self.train:
+            raise UserError(
+                "this command needs a program that trains; name its file, as in `lockstep check "
+                "train.py`, or run a project's own command"
+            )
+
+    def typed(self, name: str) -> str:
+        """Return how people type a command, such as `my-gpt check` or `lockstep check train.py`."""
+        if self.script is None:
+            return f"{self.program} {name}"
+        script = shlex.quote(str(self.script))
+        return f"python {script}" if name == "train" else f"{self.program} {name} {script}"
 
 
 _begun: list[Project] = []
@@ -79,6 +111,23 @@ def current() -> Project:
     return _begun[0]
 
 
+def package() -> str | None:
+    """Return the package of this process's project, if there is one."""
+    return _begun[0].package if _begun else None
+
+
 def program() -> str:
     """Return what people type: the project's program; without a project, `lockstep`."""
     return _begun[0].program if _begun else "lockstep"
+
+
+def with_small_experiment(overrides: Sequence[str]) -> list[str]:
+    """Return overrides after those of the project's small experiment, unless they choose one."""
+    chosen = {word.lstrip("+").partition("=")[0] for word in overrides}
+    small = () if "experiment" in chosen else current().small
+    return [*small, *overrides]
+
+
+def typed(name: str) -> str:
+    """Return how people type a command of this process's project."""
+    return _begun[0].typed(name) if _begun else f"lockstep {name}"

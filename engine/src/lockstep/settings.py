@@ -81,6 +81,12 @@ def node_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return node if isinstance(node, dict) else {}
 
 
+def precision_of(values: Mapping[str, Any]) -> str:
+    """Return the precision of a run's Trainer, as the settings `precision` or `trainer` say."""
+    of_trainer = (values.get("trainer") or {}).get("precision")
+    return str(values.get("precision") or of_trainer or "32-true")
+
+
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:
     """Raise a `UserError` if a setting's value breaks the `rule`, that is, unless it `holds`."""
     if not holds:

@@ -9,7 +9,6 @@ import torch
 from lockstep_gpt.data import Tokens
 from lockstep_gpt.gpt import GPT
 from lockstep_gpt.modern import ModernGPT
-from omegaconf import OmegaConf
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep.errors import UserError
@@ -25,7 +24,6 @@ from lockstep.mixtures.mask import (
     Documents,
     MaskDocuments,
     mask,
-    mask_if_configured,
 )
 from lockstep.tokens.tokenizer import ByteTokenizer
 
@@ -262,17 +260,6 @@ def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
     other = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="needs attention with `attend`"):
         mask(other, ByteTokenizer())
-
-
-MASKS = {"_target_": f"{MaskDocuments.__module__}.MaskDocuments", "compiled": True}
-
-
-@pytest.mark.parametrize("callbacks", [{}, {"sample": None}, {"documents": MASKS}, None])
-def test_only_a_run_with_the_callback_has_a_masked_model(callbacks):
-    model = GPT(vocab_size=50, **SHAPE)
-    config = OmegaConf.create({"callbacks": callbacks})
-    mask_if_configured(config, model, ByteTokenizer())
-    assert isinstance(model.positions.__self__, Documents) is ("documents" in (callbacks or {}))
 
 
 class Noting(lightning.LightningModule):

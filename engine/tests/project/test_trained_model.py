@@ -3,11 +3,13 @@ import contextlib
 import pytest
 import torch
 from lockstep_gpt.gpt import GPT
-from lockstep_gpt.trained_model import load_for_inference, load_model
+from lockstep_gpt.trained_model import load_for_inference, load_model, mask_as_trained
+from omegaconf import OmegaConf
 
 from lockstep.checkpoints.content import refuse_broken_weights
 from lockstep.checkpoints.reading import read_checkpoint, with_newest, write_checkpoint
 from lockstep.errors import UserError
+from lockstep.mixtures.mask import Documents, MaskDocuments
 from lockstep.tokens.tokenizer import ByteTokenizer
 
 
@@ -170,3 +172,14 @@ def test_a_class_of_an_owner_s_is_used_once_its_author_is_trusted(tmp_path, monk
         load_model(path)
     load_model(path, trusted=True)
     load_model(path)  # it is remembered
+
+
+MASKS = {"_target_": f"{MaskDocuments.__module__}.MaskDocuments", "compiled": True}
+
+
+@pytest.mark.parametrize("callbacks", [{}, {"sample": None}, {"documents": MASKS}, None])
+def test_only_a_run_with_the_callback_has_a_masked_model(callbacks):
+    model = GPT(vocab_size=50, **SHAPE)
+    mask_as_trained(OmegaConf.create({"callbacks": callbacks}), model, ByteTokenizer())
+    is_masked = isinstance(getattr(model.positions, "__self__", None), Documents)
+    assert is_masked is ("documents" in (callbacks or {}))

@@ -63,9 +63,10 @@ LAYERS = [
     "pages",
     "evidence",
     "commands",
+    "__main__",
 ]
 # Features on top of the engine's core.
-OPTIONAL = {"cluster", "commands", "evidence", "hub", "mixtures", "pages"}
+OPTIONAL = {"__main__", "cluster", "commands", "evidence", "hub", "mixtures", "pages"}
 # A program of its own, which evidence starts, runs a command as the shell would.
 MAY_LOOK_UP = {"lockstep.evidence.worker": "lockstep.commands"}
 # Of the engine, besides `lockstep` itself, what a project may use; `*` stands for what is inside.
@@ -84,7 +85,6 @@ NOT_PUBLIC = {
     "lockstep.building",
     "lockstep.callbacks.environment",
     "lockstep.checkpoints.reading",
-    "lockstep.checkpoints.same_shape",
     "lockstep.checkpoints.weights",
     "lockstep.command_line",
     "lockstep.evaluation.command",

@@ -81,4 +81,6 @@ def test_a_wrong_flag_is_rejected_first(words, message, capsys):
 def test_help_shows_the_flags(capsys):
     with pytest.raises(SystemExit):
         cli.main(["check", "--help"])
-    assert capsys.readouterr().out.strip() == check_command.HELP.replace("PROGRAM", "lockstep-gpt")
+    defaults = " By default: experiment=smoke batch.exact_micro_size=2."
+    screen = check_command.HELP.format(defaults=defaults).replace("PROGRAM", "lockstep-gpt")
+    assert capsys.readouterr().out.strip() == screen

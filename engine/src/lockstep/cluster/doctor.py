@@ -32,7 +32,7 @@ from lockstep.ranks.address import own_address
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
 WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
 MARGIN = 5.0  # the parent waits this many seconds longer than its ranks
-HELP = """usage: PROGRAM doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+HELP = f"""usage: PROGRAM doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Check the machines that a run would use: versions, devices, environment variables, host names,
 rendezvous, shared memory, disks, the run directory, clocks, and topology. Then check that

@@ -21,21 +21,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep import project
 from lockstep.cluster.small_runs import LIMIT, SmallRuns
+from lockstep.launch import flags, hydra_job
 from lockstep.launch.flags import count
+from lockstep.launch.main import training
 from lockstep.settings import counted
+from lockstep.testing.experiment import callback
 from lockstep.testing.results import rows_of
 
 if TYPE_CHECKING:
     import torch
 
-SETTINGS = [
-    "batch.global_size=12",
-    "batch.micro_size=2",
-    "val_every=50",
-    "checkpoint.every=10",
-    "checkpoint.keep_last=3",
-    "launch.max_restarts=99",
-]
+LOG_STEPS = 3  # from one row to the next: most runs stop between two
+PAUSES = 5  # of a run that is to be stopped: a fast one would be done
+# `++` also adds a setting that the program's YAML files leave to a default.
+SETTINGS = ["++checkpoint.every=10", "++checkpoint.keep_last=3", "++launch.max_restarts=99"]
+STALL_AFTER = 5  # seconds
+OF_MEMORY = ("kills between checkpoints", "a flipped bit on the disk")  # which need its setting
 MEMORY_EVERY = 5  # steps between states in memory
 SHARES_LEFT = 6.5  # time of all other runs together, in multiples of an undisturbed run's time
 RESTART_SECONDS = 5
@@ -68,10 +69,10 @@ def shocks(faults: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{project.program()} drill",
+        prog=project.typed("drill"),
         description="Break small runs on this machine in many ways. Each must recover or fail "
-        f"cleanly. Other arguments go to {project.program()} train, for example trainer=gpu.",
-        epilog=f"`{project.program()} check` compares 1, 2, and 4 ranks bit by bit.",
+        f"cleanly. Other arguments go to `{project.typed('train')}`, for example trainer=gpu.",
+        epilog=f"`{project.typed('check')}` compares 1, 2, and 4 ranks bit by bit.",
     )
     parser.add_argument("--ranks", type=count, default=2, help="devices of each run (default: 2)")
     parser.add_argument("--steps", type=count, default=300, help="steps of each run (default: 300)")
@@ -89,7 +90,10 @@ class Drill(SmallRuns):
         self.faults: int = options.faults
         self.random = random.Random(options.seed)
         size = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
-        super().__init__(folder, [*SETTINGS, *size], overrides)
+        words = project.with_small_experiment([f"log_every={LOG_STEPS}", *overrides])
+        super().__init__(folder, [*SETTINGS, *size], words)
+        project.current().refuse_to_train_nothing()
+        (self.values,) = flags.each_job(training(), self.words, hydra_job.values_to_freeze)
 
     def run(self) -> bool:
         """Run the drills in order; report when each begins and ends. Return False if one failed."""
@@ -102,12 +106,20 @@ class Drill(SmallRuns):
             shocks(self.faults): self.random_kills,
             "kills between checkpoints": self.kills_between_checkpoints,
             "a second command on a run": self.second_command,
-            "kill -9, and a corpus that grows": self.killed_parent,
+            "kill -9 of the command": self.killed_parent,
             "SIGTERM to the command": self.stopped_parent,
             "a flipped bit on the disk": self.flipped_bit,
             "a NaN on one rank": self.broken_gradient,
             "a rank that hangs": self.hanging_rank,
         }
+        if "memory" not in self.values:
+            for name in OF_MEMORY:
+                del drills[name]
+            print(
+                f"  left out: {', '.join(OF_MEMORY)}: {project.typed('train')} has no setting "
+                "memory for StateInMemory(run, every=memory)",
+                flush=True,
+            )
         outcomes = [self._run_and_report(name, drill) for name, drill in drills.items()]
         return all(outcomes)
 
@@ -167,35 +179,36 @@ class Drill(SmallRuns):
         before = self._content("whole")
         again, _ = self.train("whole", resume=True)
         unchanged = again == 0 and self._content("whole") == before
-        process = self.start("orphan")
+        process = self.start("orphan", *self._hanging("orphan", self.steps // 3))
         self.wait_for_step("orphan", 1, process)
         status, errors = self.train("orphan", resume=True)
         process.kill()
         process.communicate()
         self.gone("orphan")
-        shutil.rmtree(self.folder / "orphan")
+        for path in self.folder.glob("orphan*"):
+            shutil.rmtree(path)
         detail = f"exit {status} while it runs, {again} when it is done"
         return Outcome(unchanged and status == 2 and "is in use by process" in errors, detail)
 
     def killed_parent(self) -> Outcome:
-        """Send SIGKILL to the command: no process outlives it, and the run resumes on its data."""
-        process = self.start("orphan")
-        self.wait_for_step("orphan", self.steps // 3, process)
+        """Send SIGKILL to the command: no process outlives it, and the run resumes."""
+        at = self.steps // 3
+        process = self.start("orphan", *self._hanging("orphan", at))
+        self.wait_for_step("orphan", at - LOG_STEPS, process)
         process.kill()
         process.communicate()
         orphans = self.gone("orphan")
-        grown = self.corpus / "grown.py"
-        grown.write_text("grown = True\n" * 9999, encoding="utf-8")
         status, _ = self.train("orphan", resume=True)
-        grown.unlink()  # runs that start from scratch must see the original corpus
         detail = f"{orphans} processes left, resumed, {self._bits('orphan')}"
         passed = self._equal("orphan", status) and not orphans
         return Outcome(passed, detail)
 
     def stopped_parent(self) -> Outcome:
         """Send SIGTERM to the command: it saves, exits with 143, and can be resumed."""
-        process = self.start("stopped")
-        self.wait_for_step("stopped", self.steps // 3, process)
+        at = self.steps // 3
+        pauses = [f"{at + more}:0:pause" for more in range(PAUSES)]
+        process = self.start("stopped", *self._faults("stopped", pauses))
+        self.wait_for_step("stopped", at - LOG_STEPS, process)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT)
@@ -209,7 +222,8 @@ class Drill(SmallRuns):
         """Damage the newest checkpoint: the run must resume from the one before it."""
         from lockstep.checkpoints.reading import checkpoints_in
 
-        process = self.start("flipped", "memory=false")  # a newer state there is used
+        hanging = self._hanging("flipped", 3 * self.steps // 4)
+        process = self.start("flipped", *hanging, "memory=false")  # a newer state there is used
         folder = self.directory("flipped").checkpoints
         self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
         process.kill()
@@ -231,24 +245,34 @@ class Drill(SmallRuns):
         """NaN on one rank: all ranks stop, the weights unchanged, the checkpoints intact."""
         at = self.steps // 2
         status, errors = self.train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
-        passed = status == 1 and f"step {at + 1}: the gradient is not finite" in errors
-        return Outcome(passed and self._sound("nan"), f"exit {status}")
+        is_told = re.search(rf"step {at + 1}: .*not finite", errors) is not None
+        return Outcome(status == 1 and is_told and self._sound("nan"), f"exit {status}")
 
     def hanging_rank(self) -> Outcome:
         """One rank hangs: the run prints its stack and ends."""
-        plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
         started = time.monotonic()
-        status, errors = self.train("hang", *plan, "guard.stall_after=5")
-        passed = status == 1 and "no step for 5 s" in errors and self._sound("hang")
-        detail = f"exit {status} after {time.monotonic() - started:.0f} s, a limit of 5 s"
+        status, errors = self.train("hang", *self._hanging("hang", self.steps // 2), *self._guard())
+        is_told = f"no step for {STALL_AFTER} s" in errors
+        passed = status == 1 and is_told and self._sound("hang")
+        seconds = time.monotonic() - started
+        detail = f"exit {status} after {seconds:.0f} s, a limit of {STALL_AFTER} s"
         return Outcome(passed, detail)
+
+    def _guard(self) -> list[str]:
+        """Return what sets the limit of a step: the program's guard, or one for this run."""
+        if "guard" in self.values:
+            return [f"++guard.stall_after={STALL_AFTER}"]
+        return callback("guard", "lockstep.Guards", stall_after=STALL_AFTER)
+
+    def _hanging(self, name: str, step: int) -> list[str]:
+        """Return what lets the last rank hang at a step: a fast run is then still there."""
+        return self._faults(name, [f"{step}:{self.ranks - 1}:hang"])
 
     def _faults(self, name: str, plan: list[str]) -> list[str]:
         notes = self.folder / f"{name}.faults"
         notes.mkdir()
-        node = "+callbacks.faults"
-        target = f"{node}._target_=lockstep.cluster.faults.Faults"
-        return [target, f"{node}.folder={notes}", f"{node}.plan=[{','.join(map(repr, plan))}]"]
+        target = "lockstep.cluster.faults.Faults"
+        return callback("faults", target, folder=notes, plan=f"[{','.join(map(repr, plan))}]")
 
     def _content(self, name: str) -> dict[Path, bytes]:
         files = (path for path in (self.folder / name).rglob("*") if path.is_file())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.cluster.report import Finding, failure, ok, warning
 from lockstep.errors import UserError
@@ -191,10 +191,11 @@ def examine_shared_memory() -> list[Finding]:
 
 
 def examine_disks(config: DictConfig) -> list[Finding]:
-    """Check free space and write access where runs and data go."""
-    places = {"run_dir": config.run_dir or "runs"}
-    if "root" in config.data:  # else an owner's own data
-        places["data.root"] = config.data.root
+    """Check free space and write access where runs go, and prepared data if there are any."""
+    places = {"run_dir": config.get("run_dir") or "runs"}
+    root = OmegaConf.select(config, "data.root")
+    if root is not None:
+        places["data.root"] = root
     free: list[str] = []
     findings: list[Finding] = []
     for name, place in places.items():

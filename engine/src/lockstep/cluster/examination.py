@@ -42,7 +42,7 @@ from lockstep.errors import UserError
 from lockstep.launch import devices
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.ranks.ranks import Ranks, backend_of
-from lockstep.settings import counted
+from lockstep.settings import counted, node_of
 
 SEE = "see the output of rank 0"
 # If one of these checks fails, ranks that work together would hang or compute wrong results.
@@ -149,7 +149,7 @@ class Examination:
 
     def _share_folder(self, meeting: Meeting) -> None:
         """Check on every rank for a file that rank 0 has left where the run directory goes."""
-        folder = environment.nearest_folder(Path(self.config.run_dir or "runs"))
+        folder = environment.nearest_folder(Path(self.config.get("run_dir") or "runs"))
         if self.ranks.rank:
             name = meeting.hear("folder")
             meeting.gather("folder", [str(folder), environment.appears(folder / name)])
@@ -202,10 +202,8 @@ class Examination:
         if self.ranks.world_size == 1:
             yield
             return
-        trainer = {**self.config.trainer, "accelerator": self.accelerator}
-        self.config.trainer = trainer
-        chosen = self.config.strategy.get("process_group_backend")
-        backend = backend_of(self.config.trainer["accelerator"], chosen)
+        chosen = node_of(self.values, "strategy").get("process_group_backend")
+        backend = backend_of(self.accelerator, chosen)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", meeting.store),
@@ -233,7 +231,9 @@ class Examination:
                 is_nccl = dist.get_backend() == "nccl"  # only it takes devices
                 dist.barrier(device_ids=[device.index] if is_nccl else None)
 
-        has_tokens = trains_language_model(self.config) and "source" in self.config.data
+        has_tokens = trains_language_model(self.config) and "source" in (
+            self.config.get("data") or {}
+        )
         vocab_size = vocabulary(self.config.data) if has_tokens else None
         return speed.measure(self.config, device, vocab_size, together)
 

@@ -22,7 +22,7 @@ from lockstep import project
 from lockstep.cluster import gpus
 from lockstep.cluster.report import Finding, failure, named, ok, warning
 from lockstep.ranks.ranks import Ranks
-from lockstep.settings import counted
+from lockstep.settings import counted, node_of
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
 SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")
@@ -85,7 +85,7 @@ def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
 
 def _hash(values: dict[str, Any]) -> str:
     """Return a SHA-256 of the configuration without `launch.node_rank`, which may differ."""
-    launch = {**values["launch"], "node_rank": None}
+    launch = {**node_of(values, "launch"), "node_rank": None}
     return hashlib.sha256(json.dumps({**values, "launch": launch}).encode()).hexdigest()
 
 
@@ -108,8 +108,9 @@ def _libraries() -> dict[str, str]:
 
 def _fingerprint() -> str:
     """Return 8 hex digits that change with any of our source files."""
-    packages = ["lockstep"] + [ours.package for ours in [project.found()] if ours is not None]
-    folders = [Path(importlib.import_module(name).__path__[0]) for name in packages]
+    packages = ["lockstep", project.package()]
+    modules = [importlib.import_module(name) for name in packages if name is not None]
+    folders = [Path(module.__path__[0]) for module in modules]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     content = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(content).hexdigest()[:8]

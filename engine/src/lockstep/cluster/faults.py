@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning import Callback, Trainer
 
+SECONDS = {"hang": 3600, "pause": 2}
 STARTS = "starts"  # one line for each start of the run: the time in seconds since 1970
 
 
@@ -18,7 +19,7 @@ class Faults(Callback):
 
     Args:
         folder: where empty files record, across restarts, which faults happened and when.
-        plan: entries `step:rank:fault`; a fault is a signal's name, `nan`, or `hang`.
+        plan: entries `step:rank:fault`; a fault is a signal's name, `nan`, `hang`, or `pause`.
     """
 
     def __init__(self, folder: str, plan: list[str]) -> None:
@@ -34,11 +35,12 @@ class Faults(Callback):
         self._began = True
 
     def on_train_batch_start(self, trainer: Trainer, *_arguments: Any) -> None:
-        """Send the signal to this process, or hang."""
-        for fault in self._due(trainer, "hang", *signal.Signals.__members__):
-            if fault == "hang":
-                time.sleep(3600)
-            os.kill(os.getpid(), signal.Signals[fault])
+        """Send the signal to this process, pause, or hang."""
+        for fault in self._due(trainer, *SECONDS, *signal.Signals.__members__):
+            if fault in SECONDS:
+                time.sleep(SECONDS[fault])
+            else:
+                os.kill(os.getpid(), signal.Signals[fault])
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Set a gradient to NaN, as broken arithmetic would."""

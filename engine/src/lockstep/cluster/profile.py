@@ -14,7 +14,7 @@ from lockstep.cluster.hardware import LINKS, Hardware, Link
 from lockstep.cluster.speed import Speed
 from lockstep.ranks.peaks import FORMS
 from lockstep.ranks.ranks import Ranks
-from lockstep.settings import counted
+from lockstep.settings import counted, precision_of
 
 UNMEASURED = "not measured: assumed"
 UNTRIED = "; the utilization is assumed, because no step of the model was timed"
@@ -39,7 +39,7 @@ def profile(
         links: the slowest measurement of each link; links without one are assumed.
     """
     memory = min(speed.memory for speed in speeds)
-    form = FORMS[config.precision] if device.type == "cuda" else "fp32"
+    form = FORMS[precision_of(config)] if device.type == "cuda" else "fp32"
     shares = [speed.utilisation for speed in speeds if speed.utilisation]
     utilisation = min(1.0, *shares) if shares else Hardware.utilisation
     link_by_name = {link.link: link for link in links}

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import csv
-import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep import project
+from lockstep.metrics.rows import STEP, read_metrics
 from lockstep.run.directory import RunDirectory
-from lockstep.testing.experiment import processes_of
+from lockstep.testing.assertion import completed
+from lockstep.testing.experiment import joined, processes_of
 
-# A row of metrics.csv every three steps: most runs stop between two rows.
-EXPERIMENT = ["experiment=smoke", "logger=none", "model.dropout=0.1", "log_every=3"]
 LIMIT = 600  # longest time for any one run, in seconds
 POLL = 0.05
 
 
 class SmallRuns:
-    """Runs of one small experiment below `folder`, with their own corpus."""
+    """Runs of one small experiment below `folder`.
 
-    def __init__(self, folder: Path, settings: list[str], overrides: list[str]) -> None:
+    Args:
+        folder: for the runs.
+        settings: of all of them.
+        overrides: that choose the experiment.
+    """
+
+    def __init__(self, folder: Path, settings: Sequence[str], overrides: Sequence[str]) -> None:
         self.folder = folder
-        self.corpus = folder / "corpus"  # some modules of the standard library
-        modules = Path(asyncio.__file__).parent.glob("*.py")
-        self.corpus.mkdir()
-        for module in modules:
-            shutil.copy(module, self.corpus)
-        choices = ["trainer=cpu", "data=text", f"data.source.path={self.corpus}"]
-        chosen = {word.partition("=")[0].partition(".")[0] for word in overrides}
-        place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in chosen]
-        data = f"data.root={folder / 'data'}"
-        self.words = [*EXPERIMENT, *place, *settings, data, *overrides]
+        self.words = joined(completed(overrides, None), settings)
 
     def directory(self, name: str) -> RunDirectory:
         """Return the directory of a run."""
@@ -42,11 +36,10 @@ class SmallRuns:
 
     def start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
         """Start a run, or resume it; `overrides` are single settings."""
-        run = f"run_dir={self.folder / name}"
         words = ["resume=auto", "trust_run_dir=true"] if resume else self.words
-        command = project.current().command("train")
+        run = f"run_dir={self.folder / name}"
         return subprocess.Popen(
-            [*command, *words, run, *overrides],
+            project.current().command("train", *joined(words, [run, *overrides])),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -65,11 +58,8 @@ class SmallRuns:
     def steps_of(self, name: str) -> int:
         """Return the last step that a run has logged; 0 before the first row."""
         metrics = self.directory(name).metrics
-        if not metrics.is_file():
-            return 0
-        complete_lines = metrics.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
-        rows = list(csv.DictReader(complete_lines))
-        return int(rows[-1]["trainer/step"]) if rows else 0
+        rows = read_metrics(metrics).as_dicts() if metrics.is_file() else []
+        return int(rows[-1][STEP]) if rows else 0
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
         """Wait until a run has logged a step, its process has ended, or LIMIT is over."""

@@ -16,6 +16,7 @@ from lockstep.cluster.choices import with_values
 from lockstep.cluster.report import Finding, failure, named, ok, warning
 from lockstep.cluster.tracing import AUTOCAST, built, shaped, step
 from lockstep.errors import UserError
+from lockstep.settings import precision_of
 from lockstep.strategies.matrix_products import choose_matrix_products
 
 GB = 1e9
@@ -54,7 +55,7 @@ def measure(
     choose_matrix_products(device.type)  # the mode that training uses
     try:
         together()
-        compute = _product(config.precision, device)
+        compute = _product(precision_of(config), device)
         together()
         memory = _copy(device)
         together()

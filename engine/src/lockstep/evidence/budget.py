@@ -30,6 +30,8 @@ class Budget:
             raise UserError(
                 f"--pairs={self.pairs} are too few for any answer; give at least {fewest}"
             )
+        if self.tokens is not None and not tokens_of_pair:
+            raise UserError("--tokens needs data with tokens, in data.block_size; set --pairs")
         needed = fewest * tokens_of_pair
         if self.tokens is not None and self.tokens < needed:
             raise UserError(

@@ -6,9 +6,11 @@ sides -> what each would train, and whether that is fair -> pairs of runs -> ver
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,39 +44,47 @@ from lockstep.run.lock import RunLock
 def main(arguments: list[str]) -> int:
     """Compare finished runs, or train them first; print a table and the verdicts."""
     options = _options(arguments)
-    if options.runs:
-        _compare_finished(options)
-    else:
-        _compare_trained(options)
+    compare = _compare_finished if options.runs else _compare_trained
+    if not options.json:
+        compare(options)
+        return 0
+    with contextlib.redirect_stdout(sys.stderr):
+        report = compare(options)
+    print(json.dumps(report.as_values()))
     return 0
 
 
-def _new_report(options: argparse.Namespace, sides: list[Side]) -> Report:
+def _new_report(
+    options: argparse.Namespace, sides: list[Side], settings: Sequence[Setting]
+) -> Report:
     error = 1 - options.confidence
-    judges = [Judge(measure_of(name), error, len(sides) - 1) for name in options.measure]
+    has_tokens = any(setting.tokens for setting in settings)
+    measures = [measure_of(name, has_tokens) for name in options.measure]
+    judges = [Judge(measure, error, len(sides) - 1) for measure in measures]
     judges[0] = replace(judges[0], margin=options.margin)
     return Report(judges, sides)
 
 
-def _compare_finished(options: argparse.Namespace) -> None:
+def _compare_finished(options: argparse.Namespace) -> Report:
     """Compare groups of finished runs."""
     if len(options.runs) < 2:
         raise UserError("--runs needs a pattern for the base and one for each variant")
     if options.variant or options.base or options.overrides:
         raise UserError("--runs compares finished runs; leave out --base, --variant, and settings")
     sides, groups = finished_groups(options.runs)
-    report = _new_report(options, sides)
     seeds = common_seeds(sides, groups)
-    fewest = report.judges[0].fewest_pairs
-    if len(seeds) < fewest:
-        raise UserError(f"{len(seeds)} common seeds are too few for any answer; train {fewest}")
     groups = [{seed: runs[seed] for seed in seeds} for runs in groups]
     settings = []
     for side, runs in zip(sides, groups, strict=True):
         values = [run.values() for run in runs.values()]
         fairness.refuse_mixture(side.name, values)
-        tokens = int(runs[seeds[0]].read_summary().get("tokens", 0))
-        settings.append(Setting(side.name, values[0], tokens))
+        summary = runs[seeds[0]].read_summary()
+        samples, tokens = (int(summary.get(unit, 0)) for unit in ("samples", "tokens"))
+        settings.append(Setting(side.name, values[0], tokens, samples=samples))
+    report = _new_report(options, sides, settings)
+    fewest = report.judges[0].fewest_pairs
+    if len(seeds) < fewest:
+        raise UserError(f"{len(seeds)} common seeds are too few for any answer; train {fewest}")
     report.check(settings)
     report.update(groups)
     report.warn_of_time(groups)
@@ -82,9 +92,10 @@ def _compare_finished(options: argparse.Namespace) -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         report.write(options.folder)
     report.print()
+    return report
 
 
-def _compare_trained(options: argparse.Namespace) -> None:
+def _compare_trained(options: argparse.Namespace) -> Report:
     """Train pairs until each variant has an answer, or the budget is spent."""
     if launcher.is_inside_launcher():
         raise UserError("compare starts ranks itself; run it without torchrun or srun")
@@ -92,9 +103,9 @@ def _compare_trained(options: argparse.Namespace) -> None:
         raise UserError('compare needs a variant, as in --variant "optim=muon", or --runs')
     stop_signals.install(has_keyboard=True).interrupt()
     sides = sides_of([options.base, *options.variant])
-    report = _new_report(options, sides)
     plans = [plan_of(side, options.overrides) for side in sides]
     settings = [plan.setting for plan in plans]
+    report = _new_report(options, sides, settings)
     tokens_of_pair = sum(setting.tokens for setting in settings)
     budget = Budget(options.pairs, options.tokens, options.hours)
     budget.refuse_too_small(report.judges[0].fewest_pairs, tokens_of_pair)
@@ -104,6 +115,8 @@ def _compare_trained(options: argparse.Namespace) -> None:
         print(f"unfair? {warning}", flush=True)
     folder = options.folder or Path("runs", _name(sides, options.overrides))
     values = settings[0].values
+    if not isinstance(values.get("seed"), int):
+        raise UserError("compare trains pairs of runs with equal seeds; give the program a seed")
     seeds = range(values["seed"], values["seed"] + budget.most_pairs(tokens_of_pair))
     loggers = values.get("logger") or {}
     runs = PairedRuns(folder, tuple(sides), tuple(options.overrides), loggers, seeds)
@@ -115,6 +128,7 @@ def _compare_trained(options: argparse.Namespace) -> None:
         _train_pairs(runs, workers, report, budget)
     report.print()
     print(f"{folder / PAGE}: open it in any browser")
+    return report
 
 
 def _runs_at_once(options: argparse.Namespace, report: Report) -> int | None:
@@ -167,12 +181,12 @@ def _seconds_so_far(folder: Path) -> float:
 
 def _command(runs: PairedRuns) -> str:
     """Return the command that trains these sides, without its budget."""
-    words = ["compare"]
+    words = []
     if runs.sides[0].words:
         words += ["--base", shlex.join(runs.sides[0].words)]
     for side in runs.sides[1:]:
         words += ["--variant", shlex.join(side.words)]
-    return f"{project.program()} {shlex.join([*words, *runs.shared])}"
+    return f"{project.typed('compare')} {shlex.join([*words, *runs.shared])}"
 
 
 def _name(sides: Sequence[Side], shared: Sequence[str]) -> str:
@@ -196,7 +210,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{project.program()} compare",
+        prog=project.typed("compare"),
         description="Train a base and variants in pairs with equal seeds, until it is clear which "
         "is better, or a budget is spent. The same command continues.",
         epilog='example: compare --base "optim=adamw" --variant "optim=muon" max_steps=300',
@@ -214,5 +228,6 @@ def _parser() -> argparse.ArgumentParser:
     measures = f"{KNOWN}; may be repeated, and the first decides (default: val_loss)"
     add("--measure", action="append", metavar="NAME", help=measures)
     add("--at-once", type=int, metavar="N", help="runs at the same time (default: what fits)")
+    add("--json", action="store_true", help="print the result as JSON; all else goes to stderr")
     add("--folder", type=Path, help="of the comparison (default: runs/compare-...)")
     return parser

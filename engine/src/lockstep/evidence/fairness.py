@@ -19,8 +19,8 @@ from lockstep.run.directory import (
     flat,
     some_of,
 )
-from lockstep.tokens.prepare import DECIDED
 
+DECIDED = "tokens"  # the name by which a run recalls its tokens, as lockstep.tokens.prepare does
 # What a run is called, where it is, and who hears of it.
 NO_DIFFERENCE = (*MAY_DIFFER, "seed", "logger", "resume", "trust_run_dir")
 # What a machine decides, with equal results.
@@ -32,7 +32,7 @@ OF_MACHINE = (
 OF_TOKENS = ("data.source.", "data.fingerprint", "tokenizer")
 NOT_OF_TOKENS = ("data.source.num_proc",)
 OF_VALIDATION = ("val_tokens", "data.val_tokens", "data.source.val_fraction", "model.block_size")
-RATE = "optim.lr"
+RATES = ("lr", "learning_rate")  # the last part of a setting's name
 OTHER_DATA = "can't be compared; use the same data, or --measure an accuracy"
 MUCH_SLOWER = 1.2  # seconds per step of one side, divided by those of the other
 
@@ -44,14 +44,16 @@ class Setting:
     Attributes:
         name: of the side.
         values: its frozen configuration, of any seed.
-        tokens: that a run trains with.
+        tokens: that a run trains with; 0: its data have none, or no fixed number in a sample.
         typed: the settings that only this side's words set; None for finished runs.
+        samples: that a run trains with; 0: its settings don't say.
     """
 
     name: str
     values: dict[str, Any]
     tokens: int
     typed: frozenset[str] | None = None
+    samples: int = 0
 
     def value(self, name: str) -> Any:
         """Return a setting's value; None if it has none."""
@@ -119,8 +121,11 @@ def warnings(settings: Sequence[Setting]) -> list[str]:
     lines = []
     for variant in settings[1:]:
         names = f"{variant.name} and {base.name}"
-        if variant.tokens != base.tokens:
-            lines.append(f"{names} train with {variant.tokens:,} and {base.tokens:,} tokens")
+        for unit in ("tokens", "samples"):
+            ours, theirs = getattr(variant, unit), getattr(base, unit)
+            if ours != theirs:
+                lines.append(f"{names} train with {ours:,} and {theirs:,} {unit}")
+                break
         for name in OF_VALIDATION:
             ours = variant.value(name)
             theirs = base.value(name)
@@ -133,23 +138,29 @@ def warnings(settings: Sequence[Setting]) -> list[str]:
 def _one_sided_rate(base: Setting, variant: Setting) -> Iterator[str]:
     """Yield a line if only one side seems to have searched for its learning rate."""
     names = {line.partition("=")[0] for line in differing_lines(base, variant)}
-    ours = variant.value(RATE)
-    theirs = base.value(RATE)
-    if names == {RATE}:  # that is what they compare
-        return
+    settings = [*flat(base.values), *flat(variant.values)]
+    rates = dict.fromkeys(name for name, _ in settings if name.rpartition(".")[2] in RATES)
+    for rate in rates:
+        if names != {rate}:  # else that is what they compare
+            yield from _one_sided(rate, base, variant)
+
+
+def _one_sided(rate: str, base: Setting, variant: Setting) -> Iterator[str]:
+    ours = variant.value(rate)
+    theirs = base.value(rate)
     if base.typed is None or variant.typed is None:
         if ours != theirs:
             yield (
-                f"{variant.name} and {base.name} have {RATE}={ours} and {theirs}, and differ in "
+                f"{variant.name} and {base.name} have {rate}={ours} and {theirs}, and differ in "
                 "more: was each rate searched?"
             )
         return
     for one, other in ((base, variant), (variant, base)):
-        is_one_sided = RATE in (one.typed or ()) and RATE not in (other.typed or ())
+        is_one_sided = rate in (one.typed or ()) and rate not in (other.typed or ())
         if is_one_sided and ours != theirs:
             yield (
-                f"{one.name} sets {RATE}={one.value(RATE)}, while {other.name} has its default, "
-                f"{other.value(RATE)}: search both"
+                f"{one.name} sets {rate}={one.value(rate)}, while {other.name} has its default, "
+                f"{other.value(rate)}: search both"
             )
 
 

@@ -51,10 +51,16 @@ class Measure:
         raise UserError(f"{run.path} has no {self.name}; measure {KNOWN}")
 
 
-def measure_of(name: str) -> Measure:
-    """Return the measure that a name means, or raise a `UserError`."""
+def measure_of(name: str, has_tokens: bool = True) -> Measure:
+    """Return the measure that a name means, or raise a `UserError`.
+
+    Args:
+        name: as typed.
+        has_tokens: whether runs train with tokens, so that a loss is a cross-entropy in nats.
+    """
     if name == "val_loss":
-        return Measure(name, " nats", lower_is_better=True, read=_of_summary(name))
+        unit = " nats" if has_tokens else ""
+        return Measure(name, unit, lower_is_better=True, read=_of_summary(name))
     if name == "tokens_per_second":
         return Measure(name, " tokens/s", lower_is_better=False, read=_of_summary(name))
     if name.startswith(SECONDS_TO):

@@ -12,7 +12,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import stop_signals
+from lockstep import project, stop_signals
 from lockstep.errors import ReportedError, RunError, UserError
 from lockstep.evidence.fairness import Setting, refuse_other_runs
 from lockstep.evidence.sides import Side, is_finished
@@ -41,6 +41,7 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
     Raises:
         UserError: a word is wrong, or belongs to the comparison.
     """
+    project.current().refuse_to_train_nothing()
     words = [*shared, *side.words]
     for word in words:
         name = word.partition("=")[0]
@@ -52,21 +53,25 @@ def plan_of(side: Side, shared: Sequence[str]) -> Plan:
         targets.refuse_mistakes(values, {"*": ("*",)})
         placement = devices.found(values, LaunchSettings.of(values))
         typed = frozenset(word.partition("=")[0].lstrip("+~") for word in side.words)
-        setting = Setting(side.name, values, _tokens(config, placement), typed)
+        samples = _samples(config, placement)
+        tokens = samples * OmegaConf.select(config, "data.block_size", default=0)
+        setting = Setting(side.name, values, tokens, typed, samples)
         return Plan(setting, placement)
 
     return flags.each_job(training(), words, job)[0]
 
 
-def _tokens(config: DictConfig, placement: Placement) -> int:
-    """Return how many tokens a run trains with; 0 if its data has no fixed number in a sample."""
-    tensor_parallel = config.strategy.get("tensor_parallel", 1)
+def _samples(config: DictConfig, placement: Placement) -> int:
+    """Return how many samples a run trains with; 0 if its settings don't say."""
+    steps = config.get("max_steps")
+    if steps is None or "_target_" not in (config.get("batch") or {}):
+        return 0
+    tensor_parallel = OmegaConf.select(config, "strategy.tensor_parallel", default=1)
     batch = instantiate(config.batch).spread_over(
         placement.devices, placement.nodes, tensor_parallel
     )
-    tokens_per_sample: int = OmegaConf.select(config, "data.block_size", default=0)
-    total: int = config.max_steps * batch.global_size * tokens_per_sample
-    return total
+    samples: int = steps * batch.global_size
+    return samples
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class PairedRuns:
         run = self.run(side, seed)
         run.path.parent.mkdir(parents=True, exist_ok=True)
         words = (
-            *("train", *self.shared, *side.words, f"seed={seed}", "resume=auto"),
+            *(*self.shared, *side.words, f"seed={seed}", "resume=auto"),
             f"run_dir={run.path}",
             composed.quoted(f"run_name={side.folder}-{seed}"),
             *self._logger_words(side, seed),

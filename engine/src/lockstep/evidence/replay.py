@@ -11,14 +11,17 @@ from typing import Any
 from lockstep import project
 from lockstep.checkpoints.reading import checkpoint_path
 from lockstep.checkpoints.sums import files_of
-from lockstep.errors import RunError
+from lockstep.errors import RunError, UserError
 from lockstep.launch.hydra_job import HYDRA_FILE
 from lockstep.run.directory import RunDirectory
+from lockstep.settings import node_of
 
 NAMES = "tensors.json"  # in a replay: the names of the tensors, in the optimizer's order
 ALL = 10**6  # checkpoints to keep
 # Callbacks of a run that its replay doesn't need: they only show, note, or check something.
 LEFT_OUT = ("progress", "sample", "environment", "replays", "trace")
+# Settings by which a replay changes what takes part in the run.
+NEEDED = ("trainer", "callbacks", "checkpoint", "logger", "log_every")
 CALLBACKS = "lockstep.evidence.replay_callbacks"
 TRACE = "lockstep.callbacks.trace.Trace"
 
@@ -73,21 +76,26 @@ def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirecto
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode:
         lines = [*filter(None, outcome.stderr.splitlines())] or [f"exit {outcome.returncode}"]
-        line = lines[-1].removeprefix(f"{project.program()} train: ")
-        raise RunError(f"the steps of {steps.run.path} could not be computed again: {line}")
+        raise RunError(f"the steps of {steps.run.path} could not be computed again: {lines[-1]}")
     return directory
 
 
 def _values(steps: Steps, folder: Path, noise: float | None) -> dict[str, Any]:
     """Return the settings of the run, without what only its first time needed."""
     values = steps.run.values()
+    lacking = [name for name in NEEDED if name not in values]
+    if lacking:
+        raise UserError(
+            f"{steps.run.path} has no setting {lacking[0]}, by which its steps could be computed "
+            f"again; the program must take {', '.join(NEEDED)} from its settings"
+        )
     accelerator = "cuda" if steps.has_gpu else "cpu"
     values["trainer"] |= {"accelerator": accelerator, "devices": steps.devices, "num_nodes": 1}
-    if not steps.has_gpu and values["strategy"].get("process_group_backend") == "nccl":
+    if not steps.has_gpu and node_of(values, "strategy").get("process_group_backend") == "nccl":
         values["strategy"]["process_group_backend"] = None
     if steps.micro_size is not None:
         values["batch"]["micro_size"] = steps.micro_size
-    if steps.start:
+    if steps.start and "init_from" in values:
         values["init_from"] = None  # a saved state has the weights
     values["run_dir"] = str(folder)
     values["logger"] = {}
@@ -110,7 +118,7 @@ def _callbacks(steps: Steps, values: dict[str, Any], noise: float | None) -> dic
     saves = {"saves": steps.saves, "end": steps.end}
     chosen["verify_saves"] = {"_target_": f"{CALLBACKS}.ReplayedSaves", **saves}
     if noise is not None:
-        errors = {"seed": values["seed"], "size": noise}
+        errors = {"seed": values.get("seed", 0), "size": noise}
         chosen["verify_noise"] = {"_target_": f"{CALLBACKS}.RoundingNoise", **errors}
     elif steps.run.trace.exists():
         chosen["trace"] = {"_target_": TRACE, "every": values["log_every"]}

@@ -68,10 +68,14 @@ class Report:
         pairs = max(verdict.interval.pairs for verdict in verdicts)
         return "\n".join(verdict.text for verdict in verdicts if verdict.interval.pairs == pairs)
 
+    def as_values(self) -> dict[str, Any]:
+        """Return everything as plain values, for JSON and the page."""
+        comparisons = [comparison.as_values() for comparison in self.comparisons]
+        return {"warnings": self.warnings, "comparisons": comparisons}
+
     def write(self, folder: Path, **more: Any) -> None:
         """Write the result as JSON, and as a page."""
-        comparisons = [comparison.as_values() for comparison in self.comparisons]
-        values = {"warnings": self.warnings, **more, "comparisons": comparisons}
+        values = {**self.as_values(), **more}
         replace_text(folder / RESULT, json.dumps(values, indent=1) + "\n")
         replace_text(folder / PAGE, page_of(values))
 

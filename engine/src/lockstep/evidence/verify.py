@@ -30,7 +30,7 @@ from lockstep.evidence.saved_states import state_of
 from lockstep.evidence.settings_changed import refuse_changed_settings
 from lockstep.run.directory import RunDirectory
 from lockstep.run.source_code import changes_since
-from lockstep.settings import counted
+from lockstep.settings import counted, node_of, precision_of
 
 # Bits depend on these, and without exact sums on the others too.
 DECISIVE = ("processor", "torch", "threads")
@@ -97,8 +97,8 @@ def _micro_size(recorded: Recorded, end: int) -> int | None:
     """Return how many samples the run's micro-batches had; None if that is not recorded."""
     values = recorded.directory.resolved()
     facts = facts_at(recorded, end)
-    global_size: int | None = values["batch"].get("global_size")
-    splits_model = values["strategy"].get("tensor_parallel", 1) > 1
+    global_size: int | None = node_of(values, "batch").get("global_size")
+    splits_model = node_of(values, "strategy").get("tensor_parallel", 1) > 1
     if not facts or global_size is None or splits_model:
         return None
     micro_batches: int = facts["ranks"] * facts["micro_batches"]
@@ -110,14 +110,15 @@ def _devices(recorded: Recorded, end: int, chosen: int | None) -> tuple[int, boo
     values = recorded.directory.resolved()
     has_gpu = False
     count = facts_at(recorded, end).get("ranks", 1)
-    if values["trainer"]["accelerator"] != "cpu":
+    if node_of(values, "trainer").get("accelerator") != "cpu":
         import torch
 
         has_gpu = torch.cuda.is_available()
         if has_gpu:
             count = min(count, torch.cuda.device_count())
     sizes = [count]
-    global_size, exact = (values["batch"].get(name) for name in ("global_size", "exact_micro_size"))
+    batch = node_of(values, "batch")
+    global_size, exact = (batch.get(name) for name in ("global_size", "exact_micro_size"))
     if exact and global_size:
         sizes = exact_world_sizes(global_size, exact)
     return chosen or max(size for size in sizes if size <= max(count, 1)), has_gpu
@@ -161,7 +162,8 @@ def other_arithmetic(run: Recorded, again: Recorded, steps: Steps) -> list[str]:
     if not run.arithmetic:  # damaged, or removed
         return ["no record of its processor"]
     ours = facts_at(again, steps.end)
-    is_exact = steps.run.resolved()["batch"].get("exact_micro_size") is not None
+    batch = node_of(steps.run.resolved(), "batch")
+    is_exact = batch.get("exact_micro_size") is not None
     names = DECISIVE if is_exact else (*DECISIVE, *OF_SUMS)
     reasons = []
     starts = [start for start in run.arithmetic if start < steps.end]
@@ -191,7 +193,7 @@ def _rounding(
     details: dict[str, Any],
 ) -> Outcome:
     """Compare with what rounding allows, where bits can't be compared."""
-    error = rounding.error_of(steps.run.resolved()["precision"])
+    error = rounding.error_of(precision_of(steps.run.resolved()))
     noisy = recorded_of(replay(steps, folder / "noisy", error))
     numbers = range(steps.start + 1, steps.end + 1)
     sides = (run, plain, noisy)
@@ -235,7 +237,7 @@ def _print(run: RunDirectory, steps: Steps, outcome: Outcome) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{project.program()} verify",
+        prog=project.typed("verify"),
         description="Compute steps of a run again on this machine, and compare every bit that the "
         "run has kept. Exit status 1: it differs.",
     )

@@ -9,13 +9,22 @@ import signal
 import sys
 from pathlib import Path
 
-from lockstep import commands, processes
+from lockstep import commands, processes, project, stop_signals
+from lockstep.launch.script import project_of
 
 
-def main(parent: str, package: str) -> None:
-    """Read requests, one line of JSON each, and answer each with the exit status of its run."""
+def main(parent: str, program: str) -> None:
+    """Read requests, one line of JSON each, and answer each with the exit status of its run.
+
+    Args:
+        parent: the process that starts this one.
+        program: a project's package, or a script.
+    """
     processes.end_with_parent(int(parent))
-    importlib.import_module(package)  # the project
+    if program.endswith(".py"):
+        project.begin(project_of(Path(program)))
+    else:
+        importlib.import_module(program)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # between two runs
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -26,7 +35,8 @@ def main(parent: str, package: str) -> None:
         with Path(request["log"]).open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        status = commands.main(request["words"])
+        with stop_signals.restored(), processes.name_restored():
+            status = commands.train(request["words"])
         sys.stdout.flush()
         answers.write(f"{status}\n")
         answers.flush()

@@ -41,8 +41,9 @@ class Worker:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        ours = project.current()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(os.getpid()), project.current().package],
+            [sys.executable, "-m", WORKER, str(os.getpid()), ours.package or str(ours.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         command: the command's name.
-        screen: the text that `--help` prints; PROGRAM and PACKAGE stand for the project's.
+        screen: the text that `--help` prints; `PROGRAM NAME` stands for a command of
+            the project, and `-m PACKAGE NAME` for what starts it as a module.
     """
 
     def __init__(self, command: str, screen: str) -> None:
@@ -38,13 +40,19 @@ class Parser(argparse.ArgumentParser):
     def split(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Split `words` into flags and settings; `--help` ends the command."""
         if {"-h", "--help"} & set(words):
-            ours = project.current()
-            print(self._screen.replace("PROGRAM", ours.program).replace("PACKAGE", ours.package))
+            print(self._shown_screen())
             sys.exit(0)
         options, others = self.parse_known_args(words)
         for word in others:
             self._refuse_near_flag(word)
         return options, others
+
+    def _shown_screen(self) -> str:
+        """Return the help with the commands as people type them here."""
+        ours = project.current()
+        screen = re.sub(r"PROGRAM ([\w-]+)", lambda found: ours.typed(found[1]), self._screen)
+        own = shlex.join(ours.command(self.prog)[1:])
+        return screen.replace(f"-m PACKAGE {self.prog}", own)
 
     def _refuse_near_flag(self, word: str) -> None:
         """Raise a `UserError` for a flag that is almost one of these; Hydra refuses others."""

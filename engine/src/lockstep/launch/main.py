@@ -151,8 +151,7 @@ class Program:
 def training() -> Program:
     """Return the training program of the current project, which only its ranks import."""
     ours = project.current()
-    name = f"{processes.invocation()} train"
-    return Program.named(ours.train, name, str(ours.configs), ours.config_name)
+    return Program.named(ours.train, processes.typed("train"), str(ours.configs), ours.config_name)
 
 
 class Jobs:

@@ -125,20 +125,6 @@ def _masked(new_model: Any, tokenizer: Tokenizer) -> Any:
     return model
 
 
-def mask_if_configured(cfg: Any, model: Any, tokenizer: Tokenizer | None) -> None:
-    """Change a trained model as `callbacks=documents` did in its run, if it did.
-
-    Args:
-        cfg: of the run.
-        model: to change.
-        tokenizer: of the run; None: its data has none, and then no such callback.
-    """
-    ours = f"{MaskDocuments.__module__}.{MaskDocuments.__qualname__}"
-    nodes = (cfg.get("callbacks") or {}).values()
-    if any(node is not None and node.get("_target_") == ours for node in nodes):
-        mask(model, tokenizer)
-
-
 def mask(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> None:
     """Change a model so that documents don't see each other.
 

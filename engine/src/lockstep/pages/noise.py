@@ -92,13 +92,13 @@ def steps_left(scale: float, batch: float) -> float:
     return (1 + scale / (2 * batch)) / (1 + scale / batch)
 
 
-def advice(scale: float | None, batch: int, block_size: int) -> str:
+def advice(scale: float | None, batch: int, tokens_per_sample: int) -> str:
     """Return one sentence: the batch size that the noise suggests, and if more devices pay off.
 
     Args:
         scale: the noise scale in samples; None if it could not be measured.
         batch: current samples per optimizer step.
-        block_size: tokens per sample.
+        tokens_per_sample: of text; 0: samples have no tokens.
     """
     if scale is None:
         return (
@@ -106,10 +106,10 @@ def advice(scale: float | None, batch: int, block_size: int) -> str:
             "signal; a larger batch does not hurt"
         )
     size = max(1, _two_digits(scale))
-    tokens = _two_digits(size * block_size)
+    tokens = f" ({_two_digits(size * tokens_per_sample):,} tokens)" if tokens_per_sample else ""
     suggestion = (
-        f"gradient noise scale: averaging pays up to about {size:,} sample{'s' * (size > 1)} "
-        f"({tokens:,} tokens) per step; a step has {batch:,}"
+        f"gradient noise scale: averaging pays up to about {size:,} sample{'s' * (size > 1)}"
+        f"{tokens} per step; a step has {batch:,}"
     )
     left = f"twice the batch would need {steps_left(scale, batch):.0%} of the steps"
     if scale > 2 * batch:

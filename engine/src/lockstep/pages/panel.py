@@ -72,7 +72,7 @@ def _hash(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{project.program()} panel",
+        prog=project.typed("panel"),
         description="Show the all-reduces of a run with callbacks=[default,sync_panel].",
     )
     parser.add_argument("run", type=Path, help="a run directory")

@@ -158,7 +158,7 @@ class LocalStep:
 
     step: int
     scale: float  # loss scale, also in gradients up to the average: 1 unless precision=16-mixed
-    samples: Tensor  # (S, T), the first of this rank's samples
+    samples: list[list[Any]]  # numbers of the first of this rank's samples
     losses: list[Tensor] = field(default_factory=list)  # of each micro-batch, with `scale`
     targets: list[Tensor] = field(default_factory=list)  # of each micro-batch; 1 if all are equal
     before: Tensor | None = None  # (values + P), this rank's own, with `scale`

@@ -98,7 +98,7 @@ def outcome(run: Run) -> dict[str, Any]:
 
 def curves(runs: Sequence[Run], over: str) -> str:
     """Return every column of metrics.csv as a curve, in one SVG; empty without any."""
-    needed_by = f"{project.program()} report"
+    needed_by = project.typed("report")
     matplotlib = import_optional(needed_by, "matplotlib", "report")
     names = sorted({name for run in runs for name in run.curves})
     known = {name for panel in PANELS for name in panel}
@@ -165,7 +165,7 @@ def _sample(run: Run) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{project.program()} report",
+        prog=project.typed("report"),
         description="Make an HTML report of one or several runs, finished or running.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="a run directory")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +19,7 @@ from lockstep.callbacks.step import StepCallback, updates_after_batch
 from lockstep.errors import UserError
 from lockstep.loggers.step_rows import log_row
 from lockstep.loggers.tracking import tracked_runs
+from lockstep.metrics.callback import tokens_of
 from lockstep.metrics.file import MetricsFile
 from lockstep.pages.noise import UNMEASURED, NoiseScale, advice
 from lockstep.pages.panel import panel_page
@@ -28,7 +32,7 @@ from lockstep.pages.recording import (
     from_all_ranks,
 )
 from lockstep.pages.recordings import describe, write_recording
-from lockstep.processes import invocation
+from lockstep.processes import typed
 from lockstep.settings import check_number, check_whole
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.exact_sums import AddsGradients
@@ -49,7 +53,7 @@ class SyncPanel(StepCallback):
         every: record step 1 and each multiple of this number.
         values: how many values of each parameter to keep.
         samples: how many samples of each rank to keep.
-        sample_tokens: how many tokens of a sample to keep.
+        sample_tokens: how many tokens of a sample to keep, or numbers of its first tensor.
         ranks: how many ranks to keep values for; norms and averages use all ranks.
         files: about how many recorded steps to write at most; the noise scale uses them all.
         smoothing: fraction of the noise scale's averages that is kept at each measurement.
@@ -110,8 +114,14 @@ class SyncPanel(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Choose the values to read; find the run directory, where metrics.csv is."""
         super().on_train_start(trainer, pl_module)
-        metrics = next(logger for logger in trainer.loggers if isinstance(logger, MetricsFile))
-        self._run = metrics.path.parent
+        metrics = [logger for logger in trainer.loggers if isinstance(logger, MetricsFile)]
+        if not metrics:
+            raise UserError(
+                "callbacks=sync_panel writes next to metrics.csv, which this Trainer hasn't; add "
+                "logger=run.loggers() to it"
+            )
+        self._run = metrics[0].path.parent
+        self._tokens_per_sample = tokens_of(trainer) or 0
         # Makes text of the samples; without it, they are shown as numbers.
         self._tokenizer: Any = getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
         self._probe = Probe(pl_module, self.values)
@@ -126,16 +136,18 @@ class SyncPanel(StepCallback):
         """Return whether optimizer step `step` is recorded; the first one is 1."""
         return step == 1 or step % self.every == 0
 
-    def has_file(self, step: int, total_steps: int) -> bool:
+    def has_file(self, step: int, total_steps: float) -> bool:
         """Return whether a recorded step of a run of `total_steps` goes into a file."""
-        between = self.every * -(-total_steps // (self.every * self.files))
+        between = self.every
+        if math.isfinite(total_steps):
+            between *= math.ceil(total_steps / (self.every * self.files))
         return step == 1 or step % between == 0
 
     def on_train_batch_start(
         self,
         trainer: Trainer,
         pl_module: Any,
-        batch: tuple[Tensor, Tensor],
+        batch: Any,
         batch_idx: int,
     ) -> None:
         """Start at the step's first micro-batch; keep DDP from averaging in its last one."""
@@ -143,16 +155,18 @@ class SyncPanel(StepCallback):
         if not self.is_recorded(step):
             return
         accumulation = trainer.accumulate_grad_batches
-        self._micro_size, self._block_size = batch[0].shape
-        samples = batch[0][: self.samples, : self.sample_tokens]
+        rows = first_tensor(batch).detach()
+        self._micro_size = len(rows)
+        first = rows[: self.samples].reshape(min(self.samples, len(rows)), -1)
+        samples = first[:, : self.sample_tokens].tolist()
         if batch_idx % accumulation == 0:
             self._local_step = LocalStep(step, _loss_scale(trainer), samples)
             self._parts = None
             if self._ddp is None and accumulation > 1:
                 self._parts = MicroBatchNorms(self._probe.parameters)
         elif self._local_step is not None and len(self._local_step.samples) < self.samples:
-            joined = torch.cat([self._local_step.samples, samples])
-            self._local_step.samples = joined[: self.samples]
+            missing = self.samples - len(self._local_step.samples)
+            self._local_step.samples += samples[:missing]
         if self._ddp is not None and updates_after_batch(trainer):
             self._ddp.require_backward_grad_sync = False
 
@@ -203,19 +217,19 @@ class SyncPanel(StepCallback):
         squares = self._parts.squares if self._parts else []
         factor = self._counts.factor if self._counts is not None else 1.0
         table = from_all_ranks(local_step.as_vector(self._probe.weights(), squares, factor))
-        samples = from_all_ranks(local_step.samples)
+        samples = gathered_objects(local_step.samples)
         recorded = Step(self._probe, table, (self._micro_size, trainer.accumulate_grad_batches))
         self._measure(trainer, pl_module, recorded, step)
-        if trainer.is_global_zero and self.has_file(step, trainer.max_steps):
+        if trainer.is_global_zero and self.has_file(step, trainer.estimated_stepping_batches):
             noise = {"noise_scale": self.noise.scale, "advice": self._advice}
             texts = [self._texts(of_rank) for of_rank in samples[: self.ranks]]
             content = describe(recorded, self._probe, texts, self.ranks)
-            content["block_size"] = self._block_size
+            content["tokens_per_sample"] = self._tokens_per_sample
             write_recording(self._run, {"step": step, **content, **noise})
 
-    def _texts(self, samples: Any) -> list[str]:
+    def _texts(self, samples: list[list[Any]]) -> list[str]:
         if self._tokenizer is None:
-            return [" ".join(map(str, ids)) for ids in samples]
+            return [" ".join(f"{number:.4g}" for number in sample) for sample in samples]
         return [self._tokenizer.decode(ids) for ids in samples]
 
     def _measure(self, trainer: Trainer, pl_module: Any, recorded: Step, step: int) -> None:
@@ -223,16 +237,17 @@ class SyncPanel(StepCallback):
         if measurement is None:
             return
         self.noise.add(measurement)
-        self._advice = advice(self.noise.scale, measurement.big_batch, self._block_size)
+        self._advice = advice(self.noise.scale, measurement.big_batch, self._tokens_per_sample)
         if self.noise.scale is not None:
-            tokens = step * measurement.big_batch * self._block_size
-            row = {"trainer/tokens": tokens, NOISE_SCALE: self.noise.scale}
+            row = {NOISE_SCALE: self.noise.scale}
+            if self._tokens_per_sample:
+                row["trainer/tokens"] = step * measurement.big_batch * self._tokens_per_sample
             log_row(trainer.loggers, row, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the advice on the batch size and the panel's command; send the panel to trackers."""
         if trainer.is_global_zero:
-            command = f"{invocation()} panel {self._run}"
+            command = f"{typed('panel')} {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
             for run in tracked_runs(trainer.loggers):
                 run.log_html("sync/panel", panel_page(self._run), trainer.global_step)
@@ -245,6 +260,37 @@ class SyncPanel(StepCallback):
         """Restore a checkpoint's averages."""
         self.noise.load_state_dict(state_dict["noise"])
         self._advice = state_dict["advice"]
+
+
+def first_tensor(batch: Any) -> Tensor:
+    """Return the first tensor of a batch of any nesting that has a row for each sample.
+
+    Raises:
+        UserError: there is none.
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> None:
+        if tensor.ndim:
+            found.append(tensor)
+
+    apply_to_collection(batch, Tensor, note)
+    if not found:
+        kind = type(batch).__name__
+        raise UserError(
+            f"callbacks=sync_panel shows samples of a batch, and this {kind} has no tensor with "
+            "a row for each; remove it"
+        )
+    return found[0]
+
+
+def gathered_objects(value: Any) -> list[Any]:
+    """Return every rank's `value`, by rank; their sizes may differ, as with padded sequences."""
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _loss_scale(trainer: Trainer) -> float:

@@ -37,7 +37,7 @@ from lockstep.memory.writer import KeepsStates
 from lockstep.metrics.callback import Metrics
 from lockstep.metrics.file import MetricsFile
 from lockstep.metrics.rows import STEP
-from lockstep.processes import invocation
+from lockstep.processes import typed
 from lockstep.ranks.cluster_environment import RanksEnvironment
 from lockstep.ranks.flight_recorder import record_collectives
 from lockstep.ranks.ranks import (
@@ -189,7 +189,7 @@ class Run:
     def suggest(self, *commands: str) -> None:
         """Name the project's commands that a person may give the finished run, at its end."""
         run = shlex.quote(str(self.path))
-        self.next_commands = [f"{invocation()} {name} {run}" for name in commands]
+        self.next_commands = [f"{typed(name)} {run}" for name in commands]
 
     @property
     def path(self) -> Path:

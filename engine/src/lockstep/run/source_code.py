@@ -106,17 +106,15 @@ def _is_ours(file: Path) -> bool:
     """Return whether this is a file of the project or the engine, not of a library."""
     if file.is_relative_to(ENGINE):
         return True
-    ours = project.found()
-    folder = _folder_of(ours.package) if ours is not None else Path.cwd()
+    package = project.package()
+    folder = Path.cwd() if package is None else _folder_of(package)
     is_library = "site-packages" in file.parts
     return folder is not None and file.is_relative_to(folder) and not is_library
 
 
 def _name_of(file: Path) -> str:
     """Return the name of a file: from its package on, or its path from here."""
-    ours = project.found()
-    packages = ["lockstep"] + ([ours.package] if ours is not None else [])
-    for package in packages:
+    for package in filter(None, ["lockstep", project.package()]):
         folder = _folder_of(package)
         if folder is not None and file.is_relative_to(folder):
             return (Path(package) / file.relative_to(folder)).as_posix()

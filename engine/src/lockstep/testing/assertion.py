@@ -253,7 +253,7 @@ class Check:
             name = f"{compared.run}-recorded"
             folder = self._folder / f"{name}.steps"
             folder.mkdir(exist_ok=True)
-            words = callback("record", "recording.Record", folder=folder)
+            words = callback("record", f"{__package__}.recording.Record", folder=folder)
             try:
                 if compared.killed and self._kill_after is not None:
                     self._experiment.train_killed(name, compared.ranks, self._kill_after, *words)

@@ -21,16 +21,19 @@ differs, the first step, the first tensor, and the likeliest cause are shown; ex
                      the column (default: bits must be equal, with batch.exact_micro_size)
   --kill-after STEP  also kill a rank after a step, and the whole command one step later
 
-Settings go to PROGRAM train. By default: experiment=smoke batch.exact_micro_size=2.
+Settings go to PROGRAM train.{defaults}
 Examples:
   PROGRAM check --kill-after 5
-  PROGRAM check model=modern_nano --tolerance 1e-11 precision=64-true"""
+  PROGRAM check --tolerance 1e-11 precision=64-true"""
+EXACT = "batch.exact_micro_size=2"  # of a small experiment
 FLAG_OF_SETTING = {"trainer.devices": "--ranks"}
 
 
 def main(arguments: list[str]) -> int:
     """Train, print a line for each run, and return 0 if the results are equal."""
-    parser = flags.Parser("check", HELP)
+    small = project.current().small
+    defaults = f" By default: {' '.join([*small, EXACT])}." if small else ""
+    parser = flags.Parser("check", HELP.format(defaults=defaults))
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
     parser.add_argument("--steps", type=flags.count)
     parser.add_argument("--tolerance", type=flags.above_zero)
@@ -47,7 +50,7 @@ def main(arguments: list[str]) -> int:
         words.append(f"max_steps={options.steps}")
     try:
         results = check(
-            project.current().package,
+            project.current().command("train"),
             words,
             options.ranks,
             options.tolerance,
@@ -67,11 +70,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _with_defaults(overrides: list[str], tolerance: float | None) -> list[str]:
-    """Return the overrides with a small experiment, unless they choose one."""
+    """Return the overrides with those of a small experiment, unless they choose one."""
+    words = project.with_small_experiment(overrides)
+    is_small = len(words) > len(overrides)
     names = {word.lstrip("+").partition("=")[0] for word in overrides}
-    if "experiment" in names:
-        return overrides
-    defaults = ["experiment=smoke"]
-    if tolerance is None and "batch.exact_micro_size" not in names:
-        defaults.append("batch.exact_micro_size=2")
-    return [*defaults, *overrides]
+    if is_small and tolerance is None and EXACT.partition("=")[0] not in names:
+        words.insert(0, EXACT)
+    return words

@@ -64,7 +64,7 @@ class Experiment:
         """
         notes = self._folder / f"{name}.kills"
         notes.mkdir()
-        kills = callback("kills", "kills.Kills", folder=notes, after=after)
+        kills = callback("kills", f"{__package__}.kills.Kills", folder=notes, after=after)
         with self._started(name, ranks, self._words(ranks, [*kills, *more])) as process:
             note = notes / "command"
             self._wait(ranks, process, note.exists)
@@ -170,10 +170,10 @@ def joined(words: Sequence[str], more: Sequence[str]) -> list[str]:
 
 
 def callback(name: str, target: str, **arguments: object) -> list[str]:
-    """Return the overrides that add a callback of this package to a run."""
+    """Return the overrides that add a callback to a run."""
     node = f"{CALLBACKS}_{name}"
     values = [f"{node}.{key}={value}" for key, value in arguments.items()]
-    return [f"{node}._target_={__package__}.{target}", *values]
+    return [f"{node}._target_={target}", *values]
 
 
 def processes_of(run: Path) -> int:

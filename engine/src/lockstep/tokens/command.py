@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -34,9 +35,9 @@ def main(words: list[str]) -> int:
     """Prepare the tokens that these settings describe, or those of each job of a sweep."""
     ours = project.current()
     if "--help" in words:
-        print(HELP.replace("PROGRAM", ours.program))
+        print(re.sub(r"PROGRAM (\w+)", lambda found: ours.typed(found[1]), HELP))
         return 0
-    processes.name_program(sys.modules["__main__"], f"{processes.invocation()} prepare")
+    processes.name_program(sys.modules["__main__"], processes.typed("prepare"))
     stop_signals.install(has_keyboard=True).interrupt()
     settings = [word for word in words if word != VERIFY]
     jobs = Jobs(partial(_prepare, verify=VERIFY in words), settings)
@@ -56,7 +57,7 @@ def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     if "source" not in data:
         raise UserError(
             f"data._target_={data['_target_']} has no source of tokens, so there is nothing to "
-            f"prepare; choose another data, as in {project.program()} prepare data=stdlib"
+            f"prepare; choose another data, as in {project.typed('prepare')} data=stdlib"
         )
     values: Any = OmegaConf.to_container(config, resolve=True)
     targets.refuse_mistakes({"data": {"source": values["data"]["source"]}})

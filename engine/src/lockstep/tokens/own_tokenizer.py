@@ -30,8 +30,8 @@ def is_class_path(name: str) -> bool:
 
 def is_class_of_package(name: str) -> bool:
     """Return whether a name is the path of a class of the project's package."""
-    ours = project.found()
-    return ours is not None and is_class_path(name) and name.startswith(f"{ours.package}.")
+    package = project.package()
+    return package is not None and is_class_path(name) and name.startswith(f"{package}.")
 
 
 def load_class(name: str) -> type[OwnTokenizer]:
@@ -42,7 +42,12 @@ def load_class(name: str) -> type[OwnTokenizer]:
     Raises:
         UserError: there is no such class, or it lacks a method.
     """
-    package = project.current().package
+    package = project.package()
+    if package is None:
+        raise UserError(
+            f"tokenizer {name} is a class, which only a project's package may have; "
+            "begin a lockstep.project.Project there"
+        )
     remedy = f"name a class as {package}.module.Class"
     if not is_class_of_package(name):
         raise UserError(f"tokenizer {name} is outside of {package}; {remedy}")

@@ -54,7 +54,7 @@ function checkText() {
 }
 
 function drawFacts() {
-  const { micro_size: micro, accumulation, block_size: tokens, step } = view.recording;
+  const { micro_size: micro, accumulation, tokens_per_sample: tokens, step } = view.recording;
   const samples = micro * accumulation * view.total;
   const parts = [`${micro} samples`, `${view.total} rank${view.total > 1 ? "s" : ""}`];
   if (accumulation > 1) parts.push(`${accumulation} micro-batches`);
@@ -63,9 +63,11 @@ function drawFacts() {
     make("b", { textContent: samples }),
     " samples",
   );
+  const unit = tokens ? "tokens" : "samples";
+  const inStep = samples * (tokens || 1);
   element("coverage-more").textContent =
-    `${(samples * tokens).toLocaleString("en")} tokens in this step, ` +
-    `about ${(samples * tokens * step).toLocaleString("en")} since the first.`;
+    `${inStep.toLocaleString("en")} ${unit} in this step, ` +
+    `about ${(inStep * step).toLocaleString("en")} since the first.`;
   element("advice").textContent = `${run.recordings.at(-1).advice}.`;
 }
 
