@@ -29,7 +29,8 @@ def build(
         known["vocab_size"] = data.vocab_size
     module = lockstep.build(cfg.module, **known)
     if not isinstance(module, LightningModule):
-        raise UserError(f"module._target_={cfg.module._target_} names no LightningModule; set one")
+        name = cfg.module["_target_"]
+        raise UserError(f"module._target_={name} names no LightningModule; set one")
     is_scheduled = getattr(module, "schedule", None) is schedule  # yours may have rates of its own
     peak_lr = {"peak_lr": peak} if is_scheduled else {}
     if cfg.init_from is not None and not run.has_begun:
