@@ -6,7 +6,7 @@ import sys
 
 from lockstep.command_line import parser_of_run
 from lockstep.errors import UserError
-from lockstep.tokens.tokenizer import GrowingText, printable
+from lockstep.tokens import GrowingText, printable
 
 from lockstep_gpt.trained_model import load_for_inference
 

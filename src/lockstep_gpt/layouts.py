@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lockstep.errors import UserError
-from lockstep.hub import gpt2
-from lockstep.hub.layout import Layout, Weights
+from lockstep.hub import Layout, Weights, gpt2
 from torch import Tensor
 
 from lockstep_gpt.language_model import LanguageModel
