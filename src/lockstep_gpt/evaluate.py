@@ -48,12 +48,14 @@ def of_split(
     from lockstep_gpt.module import GPTModule, count_targets
     from lockstep_gpt.trained_model import OUR_MODULE, mask_as_trained
 
-    usual = SAMPLES if cfg.module.get("_target_") == OUR_MODULE else None
+    is_ours = cfg.module.get("_target_") == OUR_MODULE
+    usual = SAMPLES if is_ours else None
     trained = evaluation.Trained(cfg, checkpoint, content, batch_size or usual)
     module, data = trained.module, trained.data
-    if not isinstance(module, GPTModule):
+    if isinstance(module, GPTModule):
+        mask_as_trained(cfg, module.model, getattr(data, "tokenizer", None))
+    if not is_ours:  # a class derived from it may have other batches, and log another loss
         return trained.measured(split)
-    mask_as_trained(cfg, module.model, getattr(data, "tokenizer", None))
     result = trained.measured(split, count_targets)
     if isinstance(data, Tokens):
         bits = data.prepared.bits_per_byte(split, result[f"{split}/loss"], result["tokens"])
