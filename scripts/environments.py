@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 POSIX = os.name == "posix"
 if POSIX:
@@ -23,6 +25,8 @@ if POSIX:
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "constraints.txt"
 ENGINE = "engine"  # its folder, if the project has it as source
+ENGINE_NAME = "lightning-lockstep"  # in requirements
+FILE = re.compile(r"[^;]*@ *(file:[^ ;]+)")  # a requirement of a wheel on this machine, its address
 SETS = ("oldest", "pinned", "newest")
 UV_NAMES = {
     "PIP_EXTRA_INDEX_URL": "UV_INDEX",
@@ -115,10 +119,10 @@ class Environment:
     def fingerprints(self) -> "list[str]":
         """Return hashes of what it depends on: this folder and Python; the requirements.
 
-        Where the engine's source is gone, the environment still refers to it.
+        A wheel that is named by its file may be built again under the same name and version.
         """
-        place = f"{sys.version_info[:2]} {_has_engine()} ".encode() + os.fsencode(ROOT)
-        files = [ROOT / "pyproject.toml", ROOT / ENGINE / "pyproject.toml", PINS]
+        place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
+        files = [ROOT / "pyproject.toml", ROOT / ENGINE / "pyproject.toml", PINS, *_wheels()]
         needs = b"".join(file.read_bytes() for file in files if file.is_file())
         if self.versions == "newest":  # as of today
             needs += time.strftime("%Y-%m-%d").encode()
@@ -158,14 +162,21 @@ class Environment:
             # uv reads the pins of the pyproject.toml in the folder where it is started.
             start = str(ROOT) if self.versions == "pinned" else elsewhere
             for installer, settings in self._installers():
-                done = subprocess.run(
-                    [*installer, *self._needs(wanted[2:])],
-                    cwd=start,
-                    env={**settings, **os.environ},
-                    close_fds=False,
-                    capture_output=True,
-                    errors="replace",
-                )
+                calls = [self._needs(wanted[2:])]
+                again = [] if rebuild else _to_install_again()
+                if again:
+                    calls.append(["--force-reinstall", "--no-deps", *calls[0][:2], *again])
+                for words in calls:
+                    done = subprocess.run(
+                        [*installer, *words],
+                        cwd=start,
+                        env={**settings, **os.environ},
+                        close_fds=False,
+                        capture_output=True,
+                        errors="replace",
+                    )
+                    if done.returncode:
+                        break
                 if not done.returncode:
                     break
             else:
@@ -237,6 +248,25 @@ def _dependencies() -> "list[str]":
     """Return what the project needs, and what its engine does."""
     return [
         each for folder in _folders() for each in _about(folder)["project"].get("dependencies", ())
+    ]
+
+
+def _wheels() -> "list[Path]":
+    """Return the files that the project's requirements name."""
+    named = filter(None, map(FILE.match, _dependencies()))
+    return [Path(url2pathname(urlsplit(each[1]).path)) for each in named]
+
+
+def _to_install_again() -> "list[str]":
+    """Return requirements that installers may wrongly take as met.
+
+    They know a wheel by name and version, and an engine whose source is gone was installed by path.
+    """
+    is_by_path = _has_engine()
+    return [
+        each
+        for each in _dependencies()
+        if FILE.match(each) or (each.startswith(ENGINE_NAME) and not is_by_path)
     ]
 
 

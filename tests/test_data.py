@@ -6,8 +6,7 @@ import pytest
 import torch
 from lightning import Trainer
 from lockstep.functional import IGNORE
-from lockstep.tokens.sources.text import Text
-from lockstep.tokens.windows import read_windows
+from lockstep.tokens import Text, read_windows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's hints
 Tokens = pytest.importorskip("lockstep_gpt.data", reason="your own data").Tokens

@@ -7,7 +7,7 @@ import lockstep
 import pytest
 import torch
 from lightning import Trainer
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's hints
 GPTModule = pytest.importorskip(

@@ -58,6 +58,7 @@ TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
 PLUGINS = (
     "composition",
     "gradients",
+    "local_tasks",
     "miniature",
     "mounts_and_pages",
 )  # files of fixtures for all tests

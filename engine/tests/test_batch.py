@@ -195,7 +195,22 @@ def test_the_receipt_names_a_size_for_equal_bits() -> None:
     whole = said(micro_size=48, devices=1)["sums"]
     assert "set batch.exact_micro_size=12 for equal bits on 1, 2, or 4, with" in whole
     grown = said(global_size=None, micro_size=4)["sums"]
-    assert grown.endswith("equal up to rounding on any number of devices")
+    assert grown == "added in rank order; on another number of devices, the batch is another one"
+    assert said(global_size=13, micro_size=13, devices=1)["sums"].endswith("number of devices")
+
+
+def test_random_numbers_are_equal_only_with_micro_batches_of_one_size() -> None:
+    """They belong to micro-batches, so the receipt excepts them if their size follows devices."""
+    open_size = Batch(48)
+    of_step = [open_size.spread_over(devices).micro_size for devices in (1, 2)]
+    assert of_step == [48, 24]
+    exception = "any number of devices, but for random numbers, such as dropout; set batch.exact_mi"
+    assert exception in said()["sums"]
+    for fixed in ({"micro_size": 4}, {"exact_micro_size": 4}):
+        assert Batch(48, **fixed).fixes_micro_batches
+        assert "random numbers" not in said(**fixed, devices=1)["sums"]
+    assert not open_size.fixes_micro_batches
+    assert not Batch(micro_size=4).fixes_micro_batches
 
 
 def test_the_examples_run() -> None:

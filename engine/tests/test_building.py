@@ -1,11 +1,20 @@
 """What `lockstep.build` gives to a class, and what it refuses."""
 
+from collections.abc import Callable
+
 import pytest
 from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 import lockstep
 from lockstep.errors import UserError
+
+
+class Owner:
+    """What an owner may name: it calls `make` later."""
+
+    def __init__(self, make: Callable[..., object], others: object = None) -> None:
+        self.made = make(in_features=2)
 
 
 def test_a_class_gets_what_it_or_a_base_class_names_and_nothing_else():
@@ -28,3 +37,27 @@ def test_what_is_no_node_is_refused(node):
 def test_a_class_without_arguments_refuses_any():
     with pytest.raises(UserError, match=r"has no argument depth"):
         lockstep.build({"_target_": "lockstep.tokens.packing.Stream", "depth": 3})
+
+
+LINEAR = {"_target_": "torch.nn.Linear", "out_features": 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"make": LINEAR}, "make: Linear needs in_features; if code gives that later, its YAML"),
+        ({"make": {"out_features": 3}}, "make must be a function; its YAML file needs _target_,"),
+        ({"make": 3}, "make must be a function; its YAML file needs _target_,"),
+        ({"make": {**LINEAR, "_partial_": True}, "others": {"a": LINEAR}}, "others.a: Linear ne"),
+    ],
+)
+def test_a_function_that_code_calls_later_needs_a_target_and_partial(arguments, line):
+    with pytest.raises(UserError) as mistake:
+        lockstep.build({"_target_": f"{__name__}.Owner", **arguments})
+    assert str(mistake.value).startswith(line)
+    assert "\n" not in str(mistake.value)
+
+
+def test_what_comes_later_may_lack_in_a_node_of_a_function():
+    made = lockstep.build({"_target_": f"{__name__}.Owner", "make": {**LINEAR, "_partial_": True}})
+    assert made.made.in_features == 2

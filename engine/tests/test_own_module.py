@@ -198,6 +198,9 @@ def test_one_and_two_ranks_train_it_as_lightning_itself_does(train):
     assert "loaders  train_dataloader returns a DataLoader, not a train_loader: the ord" in printed
     assert "val/loss" in printed
     assert [word for word in OF_TEXT if word in printed] == []
+    assert "optimizer  Adam begins with lr 0.01, with no scheduler" in printed
+    assert "(linear)" not in printed  # the rate from `optim.lr`, which this module doesn't use
+    assert "  schedule " not in printed
     one, two = weights_of(train.folder / "one"), weights_of(train.folder / "two")
     for name, weight in expected.items():
         assert torch.equal(one[name], weight)
@@ -210,6 +213,7 @@ def test_one_and_two_ranks_train_it_as_lightning_itself_does(train):
         assert [name for name in last if "token" in name or "perplexity" in name] == []
         summary = train.summary(run)
         assert (summary["status"], summary["samples"]) == ("done", 160)
+        assert "peak_lr" not in summary
         assert summary["monitored_value"] == pytest.approx(float(last["val/loss"]))
         assert [name for name in summary if "token" in name or "perplexity" in name] == []
     assert [*(train.folder / "two/wandb").glob("offline-run-*")]
@@ -355,6 +359,39 @@ def test_a_module_of_ones_own_may_train_on_our_tokens(train):
     assert rows_of(train.folder / "run")[-1]["trainer/tokens"] == str(20 * 8 * 16)
 
 
+THREE = """
+import torch
+from lockstep_gpt.data import Tokens
+from lockstep_gpt.module import GPTModule
+
+
+class Module(GPTModule):
+    def _loss(self, batch, mean):
+        *pair, weights = batch
+        return super()._loss(pair, mean) * weights.mean()
+
+
+class Data(Tokens):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        pair = super().on_after_batch_transfer(batch, dataloader_idx)
+        return *pair, torch.ones(len(pair[0]))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_run_of_derived_classes_suggests_works(command):
+    """Batches of three tensors: `evaluate` is suggested and runs; `generate` isn't."""
+    (command.folder / "three.py").write_text(THREE)
+    derived = ["module._target_=three.Module", "data._target_=three.Data"]
+    printed = command.train(*derived, "max_steps=2", "run_dir=run").stdout
+    suggested = printed.partition("\nnext\n")[2].split("\n")
+    names = [line.split()[-2] for line in suggested if line.endswith(" run")]
+    assert names == ["evaluate"]
+    result = json.loads(command("evaluate", "run", "--json").stdout)
+    assert result["val/loss"] > 0
+    assert "tokens" not in result  # what its batches count isn't known
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "line"),
@@ -363,6 +400,7 @@ def test_a_module_of_ones_own_may_train_on_our_tokens(train):
         (["+module.lrr=1"], "module.lrr=1: Module has no argument lrr; did you mean lr?"),
         (["+data.roots=x"], "data.roots=x: Data has no argument roots; did you mean root?"),
         (["module._target_=mine.Data"], "module: Data needs batch; set module.batch"),
+        (["module._target_=mine.KillOnce"], "module._target_=mine.KillOnce names no LightningMod"),
         (["checkpoint.monitor=val/accuracy"], "monitor=val/accuracy decides which checkpoints"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import inspect
 from pathlib import Path
 
@@ -11,21 +12,35 @@ from lightning import Trainer
 
 import lockstep
 
+FACES = (
+    *("callbacks", "checkpoints", "evaluation", "hub", "loggers", "mixtures", "run", "strategies"),
+    "tokens",
+)
 VALUES = {"NUMERICS", "Order"}  # a number and a type: versions.py and order.py explain them
 PUBLIC = sorted({*lockstep.__all__} - VALUES)
-FILE = Path(lockstep.__file__)
+# Packages whose names a project may import.
+PACKAGES = ["lockstep", *(f"lockstep.{each}" for each in FACES)]
 # What examples need besides their own lines.
 GIVEN = {"lockstep": lockstep, "torch": torch, "Trainer": Trainer}
 
 
-def test_all_names_are_those_that_types_and_imports_know():
-    tree = ast.parse(FILE.read_text("utf-8"))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_names_are_those_that_types_and_imports_know(package):
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
-    imported = [alias for block in blocks for line in block.body for alias in line.names]
-    assert {alias.asname or alias.name for alias in imported} == {*lockstep.__all__}
-    assert {*lockstep._PLACES} == {*lockstep.__all__} == {*dir(lockstep)}
+    imported = {
+        alias.asname or alias.name: (line.module, alias.name)
+        for block in blocks
+        for line in block.body
+        for alias in line.names
+    }
+    assert {*imported} == {*module.__all__}
+    assert {*module.__all__} == {*dir(module)}
+    for name, (place, inner) in imported.items():
+        assert getattr(module, name) is getattr(importlib.import_module(place), inner)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = lockstep.nothing
+        _ = module.nothing
 
 
 @pytest.mark.parametrize("name", PUBLIC)

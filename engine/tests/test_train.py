@@ -91,6 +91,27 @@ def test_a_second_launch_inline_gives_the_same_bits(finished):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+def losses_of(command, *words):
+    """Return the training losses of a run, and what it said."""
+    output = command.train("model.dropout=0.2", "max_steps=3", "log_every=1", *words).stdout
+    run = next(word for word in words if word.startswith("run_dir=")).partition("=")[2]
+    with (command.folder / run / "metrics.csv").open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file)], output
+
+
+@pytest.mark.slow
+def test_dropout_is_equal_on_other_numbers_of_devices_only_where_the_receipt_says_so(command):
+    two = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
+    ours, said = losses_of(command, "run_dir=open")
+    theirs, _ = losses_of(command, "run_dir=open-two", *two)
+    assert "layers with dropout, whose numbers belong to a micro-batch" in said
+    assert ours[0] != pytest.approx(theirs[0], rel=1e-5)
+    ours, said = losses_of(command, "run_dir=fixed", "batch.micro_size=2")
+    theirs, _ = losses_of(command, "run_dir=fixed-two", "batch.micro_size=2", *two)
+    assert "with dropout" not in said
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_growing_batch_scales_the_learning_rate(command):
     out = command.train("batch.global_size=null", "batch.micro_size=16", "max_steps=8").stdout
     assert "0.003 x 2 = 0.006" in out

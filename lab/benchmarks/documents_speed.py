@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from lockstep.functional import causal_attention
 from lockstep.mixtures.attention import attention_within
-from lockstep.mixtures.mask import mask
+from lockstep.mixtures.mask import mask_documents
 from lockstep.strategies.matrix_products import choose_matrix_products
 from lockstep.tokens.tokenizer import ByteTokenizer
 from torch import Tensor
@@ -82,7 +82,7 @@ def models(architecture: str, context: int) -> tuple[Any, Any]:
         kind = GPT
         shape |= {"bias": False}
     masked = kind(256, **shape)
-    mask(masked, ByteTokenizer())
+    mask_documents(masked, ByteTokenizer())
     return masked, kind(256, **shape)
 
 

@@ -13,10 +13,7 @@ from lockstep.loading.loaders import (
     refuse_other_past,
     samples_of_run,
 )
-from lockstep.tokens.packing import Packing
-from lockstep.tokens.prepared import Prepared
-from lockstep.tokens.sources.source import Source
-from lockstep.tokens.windows import Batch, Stored, move_to_device
+from lockstep.tokens import Batch, Packing, Prepared, Source, Stored, move_to_device
 
 
 class Tokens(LightningDataModule):
@@ -24,9 +21,8 @@ class Tokens(LightningDataModule):
 
     In a notebook, without a run and a Trainer:
 
-        >>> from lockstep.tokens.sources.text import Text
+        >>> from lockstep.tokens import Text, read_windows
         >>> data = Tokens(Text(path="corpus.txt"), block_size=64, batch=8, seed=0)
-        >>> from lockstep.tokens.windows import read_windows
         >>> tokens, targets = read_windows(data.windows["val"], range(8))
         >>> tokens.shape
         torch.Size([8, 64])

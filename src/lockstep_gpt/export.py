@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lockstep.hub.folder import refuse_occupied, run_command, write_export
+from lockstep.hub import refuse_occupied, run_command, write_export
 
 from lockstep_gpt.trained_model import load_model
 

@@ -6,7 +6,7 @@ import sys
 
 from lockstep.command_line import parser_of_run
 from lockstep.errors import UserError
-from lockstep.tokens.tokenizer import GrowingText, printable
+from lockstep.tokens import GrowingText, printable
 
 from lockstep_gpt.trained_model import load_for_inference
 
@@ -26,6 +26,9 @@ def main(arguments: list[str]) -> int:
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     _, model, _, tokenizer = load_for_inference(options.source, options.trust)
+    if not hasattr(model, "generate"):
+        name = type(model).__name__
+        raise UserError(f"{name} has no method generate, which continues tokens; give it one")
     import torch  # late, so that mistakes are reported at once
 
     device = next(model.parameters()).device

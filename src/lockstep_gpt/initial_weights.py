@@ -7,13 +7,11 @@ from typing import Any
 
 import lockstep
 from lightning import LightningDataModule, LightningModule
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
-from lockstep.checkpoints.weights import set_weights, weights_for
+from lockstep.checkpoints import read_checkpoint, set_weights, weights_for, with_newest
 from lockstep.errors import UserError
-from lockstep.run.directory import settled
+from lockstep.run import settled
 from lockstep.settings import as_typed
-from lockstep.tokens.tokenizer import Tokenizer
-from lockstep.tokens.tokenizer_choice import encode_alike, saved_tokenizer
+from lockstep.tokens import Tokenizer, encode_alike, saved_tokenizer
 from torch import Tensor
 
 from lockstep_gpt.language_model import LanguageModel
@@ -50,7 +48,7 @@ def load_initial_weights(
     if is_run(path):
         weights, saved = weights_of_run(path, model, tokenizer, where)
     else:
-        from lockstep.hub.reading import weights_of_folder  # late: few runs need it
+        from lockstep.hub import weights_of_folder  # late: few runs need it
 
         from lockstep_gpt.layouts import layout_of
 

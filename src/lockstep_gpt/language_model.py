@@ -12,7 +12,7 @@ import torch
 from lockstep import functional
 from lockstep.errors import UserError
 from lockstep.settings import check, check_number, check_switch, check_whole
-from lockstep.tokens import sampling
+from lockstep.tokens import check_sampling, continued, evaluating
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -120,10 +120,10 @@ class LanguageModel(nn.Module):
             last = self.features(tokens[:, -self.block_size :])[:, -1]  # (B, C)
             return functional.project_to_vocabulary(last, self.head, self.vocab_size)
 
-        sampling.check_sampling(tokens, temperature, top_k)
+        check_sampling(tokens, temperature, top_k)
         operations = len(tokens) * self.block_size * self.flops_per_token / 3
-        with sampling.evaluating(self, operations):
-            return sampling.continued(next_logits, tokens, length, temperature, top_k, generator)
+        with evaluating(self, operations):
+            return continued(next_logits, tokens, length, temperature, top_k, generator)
 
     @property
     def num_parameters(self) -> int:

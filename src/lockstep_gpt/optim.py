@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from lockstep.muon.optimizer import Muon
+from lockstep import Muon
 from lockstep.settings import check_number
-from lockstep.strategies.optimizers import keep_own_settings
+from lockstep.strategies import keep_own_settings
 from torch import nn
 from torch.optim import AdamW
 

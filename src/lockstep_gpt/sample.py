@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lockstep.loggers.tracking import tracked_runs
+from lockstep.loggers import tracked_runs
 from lockstep.settings import check_number, check_switch, check_whole
-from lockstep.strategies.placing import layout_of
-from lockstep.tokens.sampling import check_sampling, prompt_of
-from lockstep.tokens.tokenizer import Tokenizer, printable
+from lockstep.strategies import layout_of
+from lockstep.tokens import Tokenizer, check_sampling, printable, prompt_of
 
 logger = logging.getLogger(__name__)
 

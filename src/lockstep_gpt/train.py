@@ -3,6 +3,7 @@
 import lockstep
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lockstep.errors import UserError
 from omegaconf import DictConfig
 
 from lockstep_gpt import CONFIGS
@@ -23,9 +24,15 @@ def build(
     peak = lockstep.scaled_lr(cfg.optim.lr, batch, cfg.lr_scaling)
     schedule = lockstep.build(cfg.schedule, steps=cfg.max_steps, peak=peak)
     torch.manual_seed(cfg.seed)  # all ranks draw the same initial weights
-    vocab_size = getattr(data, "vocab_size", None)
-    known = {"schedule": schedule, "vocab_size": vocab_size, "compiled": cfg.compile}
+    known = {"schedule": schedule, "compiled": cfg.compile}
+    if hasattr(data, "vocab_size"):
+        known["vocab_size"] = data.vocab_size
     module = lockstep.build(cfg.module, **known)
+    if not isinstance(module, LightningModule):
+        name = cfg.module["_target_"]
+        raise UserError(f"module._target_={name} names no LightningModule; set one")
+    is_scheduled = getattr(module, "schedule", None) is schedule  # yours may have rates of its own
+    peak_lr = {"peak_lr": peak} if is_scheduled else {}
     if cfg.init_from is not None and not run.has_begun:
         load_initial_weights(cfg.init_from, module, data)
     counting = [lockstep.CountTargets(count_targets)] if getattr(data, "may_ignore", False) else []
@@ -36,7 +43,7 @@ def build(
         precision=cfg.precision,
         log_every_n_steps=cfg.log_every,
         strategy=lockstep.build(cfg.strategy, batch=batch),  # adds gradients
-        logger=run.loggers(cfg.logger, peak_lr=peak, global_batch_size=batch.global_size),
+        logger=run.loggers(cfg.logger, **peak_lr, global_batch_size=batch.global_size),
         callbacks=[  # what takes part in a run, in order
             lockstep.ValidateEvery(cfg.val_every),
             lockstep.MicroBatchSeeds(cfg.seed),
@@ -53,7 +60,8 @@ def build(
         default_root_dir=run.path,
     )
     scaling = f"{cfg.optim.lr:g} x {peak / cfg.optim.lr:g} = {peak:g} ({cfg.lr_scaling})"
-    run.announce(trainer, module, data, batch, schedule, lr=scaling)
+    rates = {"lr": scaling} if is_scheduled else {}
+    run.announce(trainer, module, data, batch, *([schedule] if is_scheduled else []), **rates)
     return module, data, trainer
 
 
@@ -62,8 +70,9 @@ def main(cfg: DictConfig, run: lockstep.Run) -> float:
     """Train to the end as one rank; return the metric that a sweep compares."""
     module, data, trainer = build(cfg, run)
     trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
-    has_text = isinstance(module, GPTModule) and hasattr(data, "tokenizer")
-    run.suggest(*(["generate"] if has_text else []), "evaluate")
+    is_ours = type(module) is GPTModule  # not a class derived from it, whose batches may differ
+    can_generate = is_ours and hasattr(module.model, "generate") and hasattr(data, "tokenizer")
+    run.suggest(*(["generate"] if can_generate else []), "evaluate")
     return run.finish(trainer, metric=cfg.checkpoint.monitor)
 
 

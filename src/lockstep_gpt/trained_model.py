@@ -6,13 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.building import build
-from lockstep.checkpoints.reading import read_checkpoint, with_newest
+from lockstep import build
+from lockstep.checkpoints import read_checkpoint, with_newest
 from lockstep.errors import UserError
-from lockstep.run.directory import literal, settled
-from lockstep.run.trust import refuse_foreign
-from lockstep.tokens.tokenizer import Tokenizer
-from lockstep.tokens.tokenizer_choice import saved_tokenizer
+from lockstep.run import literal, refuse_foreign, settled
+from lockstep.tokens import Tokenizer, saved_tokenizer
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import PROJECT
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep_gpt.language_model import LanguageModel
 
 OUR_MODULE = "lockstep_gpt.module.GPTModule"
-DOCUMENTS = "lockstep.mixtures.mask.MaskDocuments"  # of callbacks=documents
+DOCUMENTS = "lockstep.mixtures.MaskDocuments"  # of callbacks=documents
 PREFIX = "model."  # Lightning saves the weights of the module's attribute `model` with it
 
 
@@ -68,8 +66,8 @@ def model_of(
     tokenizer = saved_tokenizer(path, content)
     model: LanguageModel = build(values["model"], vocab_size=tokenizer.vocab_size)
     # Late: these need torch.
-    from lockstep.checkpoints.weights import restore
-    from lockstep.run.source_code import tell_changes
+    from lockstep.checkpoints import restore
+    from lockstep.run import tell_changes
 
     restore(model, content["state_dict"], path, PREFIX)
     tell_changes(path, content, model)
@@ -82,9 +80,9 @@ def mask_as_trained(cfg: DictConfig, model: LanguageModel, tokenizer: Tokenizer 
     """Keep documents apart in a model, as `callbacks=documents` did in its run, if it did."""
     nodes = (cfg.get("callbacks") or {}).values()
     if any(node is not None and node.get("_target_") == DOCUMENTS for node in nodes):
-        from lockstep.mixtures.mask import mask  # late: few runs need it
+        from lockstep.mixtures import mask_documents  # late: few runs need it
 
-        mask(model, tokenizer)
+        mask_documents(model, tokenizer)
 
 
 def _refuse_other_module(path: Path, values: dict[str, Any]) -> None:

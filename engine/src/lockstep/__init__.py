@@ -4,8 +4,9 @@ Each part works alone in a plain Lightning project; `help(lockstep.NAME)` explai
 """
 
 import os
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import lazily
 
 if TYPE_CHECKING:
     from lockstep.batch import Batch
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 # times as long.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-# Imported when first used: a command that only reports a mistake needs neither torch nor Lightning.
 _PLACES = {
     "Batch": "lockstep.batch:Batch",
     "build": "lockstep.building:build",
@@ -108,14 +108,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = resolve_name(_PLACES[name])
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__]
+__getattr__, __dir__ = lazily(__name__, _PLACES)

@@ -58,7 +58,8 @@ class Batch:
 
     Args:
         global_size: samples of a step over all devices.
-        micro_size: samples per device and micro-batch. None: a device's part of `global_size`.
+        micro_size: samples per device and micro-batch, for equal random numbers, such as dropout's,
+            on any number of devices. None: a device's part of `global_size`.
         reference_size: the global size for which a learning rate was tuned; see `scaled_lr`.
         exact_micro_size: samples per micro-batch, for equal bits on any number of devices. None:
             equal up to rounding.
@@ -199,6 +200,14 @@ class Batch:
         return self._global_size is None
 
     @property
+    def fixes_micro_batches(self) -> bool:
+        """Whether a step has the same micro-batches on any number of devices.
+
+        Random numbers belong to a micro-batch (`MicroBatchSeeds`), so they are then equal, too.
+        """
+        return self._global_size is not None and self._micro_size is not None
+
+    @property
     def global_size(self) -> int:
         """Samples per optimizer step over all ranks."""
         if self._global_size is not None:
@@ -265,8 +274,8 @@ class Batch:
 
     def _sums_line(self) -> str:
         """Return how many devices give equal sums of gradients, and what that costs."""
-        leaves = self.global_size // self.micro_size
         if self.is_exact:
+            leaves = self.global_size // self.micro_size
             sizes = either(exact_world_sizes(self.global_size, self.micro_size))
             copies = gradient_copies(self.accumulation, is_exact=True)
             return (
@@ -275,9 +284,13 @@ class Batch:
                 f"{counted(self.exact_threads, 'thread')} each; plus memory for "
                 f"{counted(copies, 'more gradient')} of all weights"
             )
+        if self.grows:
+            return "added in rank order; on another number of devices, the batch is another one"
         line = "added in rank order: equal up to rounding on any number of devices"
-        size = self.micro_size if leaves > 1 else max(1, self.global_size // 4)
-        if self.grows or self.global_size % size:
+        if not self.fixes_micro_batches:
+            line += ", but for random numbers, such as dropout"
+        size = self.size_to_fix
+        if size is None:
             return line
         sizes = either(exact_world_sizes(self.global_size, size))
         leaves = self.global_size // size
@@ -285,6 +298,13 @@ class Batch:
             f"{line}; set batch.exact_micro_size={size} for equal bits on {sizes}, with "
             f"{counted(leaves, 'micro-batch', 'es')} per step"
         )
+
+    @property
+    def size_to_fix(self) -> int | None:
+        """A size of micro-batches that several numbers of devices can have; None: none is near."""
+        several = self.global_size > self.micro_size
+        size = self.micro_size if several else max(1, self.global_size // 4)
+        return None if self.grows or self.global_size % size else size
 
 
 def gradient_copies(accumulation: int, *, is_exact: bool) -> int:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
@@ -63,7 +63,9 @@ def build(node: Any, **given: Any) -> Any:
     if not takes_any:
         _refuse_unknown(place, values, accepted)
     _refuse_unknown_inside(place, values)
+    _refuse_lacking_inside(place, values)
     own = _own_arguments(values, place)
+    _refuse_no_function(place, own, accepted)
     for name in own.keys() & arguments.keys():
         arguments[name] = _joined(f"{place}.{name}".lstrip("."), own.pop(name), arguments[name])
     _refuse_lacking(place, target, accepted, {**own, **arguments})
@@ -198,18 +200,23 @@ def _refuse_lacking(
     place: str, target: str, accepted: Mapping[str, inspect.Parameter], given: Collection[str]
 ) -> None:
     """Raise a `UserError` for required arguments that nobody gives."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    lacking = [
-        name
-        for name, item in accepted.items()
-        if item.default is item.empty and item.kind not in variable and name not in given
-    ]
+    lacking = _lacking(accepted, given)
     if lacking:
         settings = " and ".join(f"{place}.{name}".lstrip(".") for name in lacking)
         called = target.rpartition(".")[2]
         raise UserError(
             f"{place or 'a node'}: {called} needs {' and '.join(lacking)}; set {settings}"
         )
+
+
+def _lacking(accepted: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
+    """Return the required arguments that nobody gives."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, item in accepted.items()
+        if item.default is item.empty and item.kind not in variable and name not in given
+    ]
 
 
 def _refuse_unknown_inside(place: str, node: Any) -> None:
@@ -227,6 +234,39 @@ def _refuse_unknown_inside(place: str, node: Any) -> None:
             if not takes_any:
                 _refuse_unknown(inner, child, accepted)
         _refuse_unknown_inside(inner, child)
+
+
+def _refuse_lacking_inside(place: str, node: dict[str, Any]) -> None:
+    """Do the same for the nodes inside that are built now."""
+    if node.get("_recursive_", True) is not True:  # code builds what is inside, and may add some
+        return
+    for name, child in node.items():
+        if not isinstance(child, dict):
+            continue
+        inner = f"{place}.{name}".lstrip(".")
+        target = child.get("_target_")
+        if isinstance(target, str) and not child.get("_partial_") and "_args_" not in child:
+            lacking = _lacking(inspect.signature(imported(target, inner)).parameters, child)
+            if lacking:
+                raise UserError(
+                    f"{inner}: {target.rpartition('.')[2]} needs {' and '.join(lacking)}; if code "
+                    "gives that later, its YAML file needs _partial_: true"
+                )
+        _refuse_lacking_inside(inner, child)
+
+
+def _refuse_no_function(
+    place: str, own: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]
+) -> None:
+    """Raise a `UserError` for another value in the place of a function, as annotations say."""
+    for name, value in own.items():
+        annotation = accepted[name].annotation if name in accepted else None
+        if (get_origin(annotation) or annotation) is Callable and not callable(value):
+            setting = f"{place}.{name}".lstrip(".")
+            raise UserError(
+                f"{setting} must be a function; its YAML file needs _target_, which names it, and "
+                "_partial_: true"
+            )
 
 
 def _joined(setting: str, own: Any, given: Any) -> Any:

@@ -238,6 +238,72 @@ def test_guards_say_what_a_run_can_not_promise(foreign, on_each, caplog):
     assert "loaders" not in nothing
 
 
+OPTIM = torch.optim
+SCHEDULERS = OPTIM.lr_scheduler
+WAITS = "waits for the end of an epoch, and this loader is endless"
+
+
+def both_kinds(module):
+    """Return an optimizer with two rates, and a schedule of the step."""
+    first, *rest = module.parameters()
+    groups = [{"params": [first], "lr": 0.1}, {"params": rest}]
+    optimizer = OPTIM.SGD(groups, lr=0.02)
+    scheduler = SCHEDULERS.StepLR(optimizer, step_size=5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def plateau(module, **when):
+    optimizer = OPTIM.Adam(module.parameters(), lr=3e-3)
+    config = {"scheduler": SCHEDULERS.ReduceLROnPlateau(optimizer), "monitor": "loss", **when}
+    return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def plateau_of_steps(module):
+    return plateau(module, interval="step", frequency=2)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {"x": torch.ones(8), "y": torch.tensor(1)}
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@pytest.mark.parametrize(
+    ("configured", "endless", "said", "waits"),
+    [
+        (both_kinds, True, "SGD begins with lr 0.1, 0.02, set by StepLR", False),
+        (plateau, True, "Adam begins with lr 0.003, set by ReduceLROnPlateau", True),
+        (plateau, False, "Adam begins with lr 0.003, set by ReduceLROnPlateau", False),
+        (plateau_of_steps, True, "Adam begins with lr 0.003, set by ReduceLROnPlateau", False),
+        (lambda _module: None, True, None, False),
+    ],
+)
+def test_guards_say_which_optimizers_train_and_which_scheduler_never_acts(
+    foreign, caplog, configured, endless, said, waits
+):
+    """What Lightning has built, whatever settings say; `configure_optimizers` may return None."""
+
+    class Own(foreign.Module):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss_of(batch)
+            self.log("loss", loss, on_step=True)
+            return loss
+
+        def configure_optimizers(self):
+            return configured(self)
+
+    rows = Endless() if endless else [{"x": torch.ones(8), "y": torch.tensor(1)}] * 12
+    loaders = (torch.utils.data.DataLoader(rows, batch_size=4), None)
+    settings = {"max_epochs": 1, "limit_train_batches": 3} if said is None else {}
+    with caplog.at_level("INFO"):
+        module = foreign.module(of=Own)
+        foreign.train(module, Metrics(every=1), Guards(), steps=4, loaders=loaders, **settings)
+    lines = [line.partition("  optimizer  ")[2] for line in caplog.messages]
+    assert [line for line in lines if line] == ([] if said is None else [said])
+    assert caplog.text.count(WAITS) == int(waits)
+
+
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from lockstep.batch import Batch
 from lockstep.metrics.callback import Metrics
 from lockstep.metrics.mean import Mean
 
@@ -29,6 +30,31 @@ class Head(nn.Module):
     def forward(self, x):
         self.size.update(x.detach().norm())
         return x
+
+
+@pytest.mark.parametrize(("world_size", "micro_size"), [(1, 8), (2, 4), (2, 8), (1, 4)])
+def test_samples_are_counted_as_the_loader_makes_them(
+    foreign, on_each, caplog, world_size, micro_size
+):
+    """A plain `DataLoader(batch_size=4)`, whatever the batch says; a difference is said once."""
+    batch = Batch(world_size * micro_size, micro_size).spread_over(world_size)
+    rows = [{"x": torch.ones(8), "y": torch.tensor(1)}] * 64
+
+    def fit(_rank):
+        metrics = Metrics(batch, every=1)
+        loaders = (torch.utils.data.DataLoader(rows, batch_size=4), None)
+        foreign.train(foreign.module(), metrics, world_size=world_size, steps=2, loaders=loaders)
+        speed = metrics.row["throughput/samples_per_second"]
+        return metrics.in_summary(2), speed * metrics.row["throughput/step_seconds"], caplog.text
+
+    results = on_each(world_size, fit)
+    for summary, samples, _ in results:
+        assert summary["global_batch_size"] == 4 * world_size
+        assert summary["samples"] == 2 * 4 * world_size
+        assert samples == pytest.approx(4 * world_size)
+    line = f"makes batches of 4 samples, so a step has {4 * world_size}, but the batch says 8"
+    said = [text.count(line) for *_, text in results]
+    assert said == [int(micro_size == 8), *[0] * (world_size - 1)]
 
 
 def rows_of(folder):

@@ -13,7 +13,7 @@ PAGES = {path.name: path.read_text("utf-8") for path in ENGINE.glob("docs/*.md")
 README = (ENGINE / "README.md").read_text("utf-8")
 FILE = re.compile(r"^`(\S+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OF_PROGRAM = ("start.md", "testing.md")  # the second tests the program of the first
+OF_PROGRAM = ("start.md", "testing.md", "evidence.md")  # the others use the program of the first
 
 
 def blocks_of(text):
@@ -126,16 +126,26 @@ def test_the_program_keeps_the_promise_as_the_page_tests_it(promise, python_of_f
 
 
 @pytest.mark.slow
+def test_the_loop_keeps_what_is_better(program, run):
+    (code,) = PYTHON.findall(PAGES["evidence.md"])
+    (program / "loop.py").write_text(code)
+    worse, better, kept = run(program, "loop.py").splitlines()
+    assert worse.startswith("module.lr=0.001: lr=0.001 is worse than base by ")
+    assert better.startswith("module.lr=0.1: lr=0.1 is better than base by ")
+    assert kept == "kept: module.lr=0.1"
+
+
+@pytest.mark.slow
 def test_the_killed_program_keeps_the_promise_as_the_page_tests_it(promise):
     promise["test_a_killed_run_has_the_same_bits"]()  # kills the real Python
 
 
 def test_a_project_that_begins_as_the_page_says_has_the_commands_of_its_table():
-    from lockstep.commands import OURS
+    from lockstep.commands import OF_PACKAGES, OURS
 
     text = PAGES["commands.md"]
     rows = re.findall(r"^\| (.*`.+) \| .+ \|$", text, re.MULTILINE)
-    listed = {name for cell in rows[:7] for name in re.findall(r"`(\w+)`", cell)}
+    listed = {name for cell in rows[:5] for name in re.findall(r"`(\w+)`", cell)}
     before = project.found()
     names = {}
     try:
@@ -144,4 +154,6 @@ def test_a_project_that_begins_as_the_page_says_has_the_commands_of_its_table():
     finally:
         if before is not None:
             project.begin(before)
-    assert listed == {name for name in OURS if not name.startswith("-")}
+    assert listed == {*OURS} - {*OF_PACKAGES}
+    for name in OF_PACKAGES:
+        assert name.startswith("-") or f"`{name}`" in text

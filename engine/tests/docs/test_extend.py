@@ -109,7 +109,7 @@ def ends(copy, command, python_of_forks):
 
 @pytest.mark.slow
 def test_the_page_s_files_do_what_the_page_says(copy, command, ends):
-    assert (len(FILES), len(OF_FILES)) == (13, 10)
+    assert (len(FILES), len(OF_FILES)) == (16, 11)
     (command.folder / "mine.py").write_text(MINE)
     for place, content in FILES:
         (copy / place).write_text(content, encoding="utf-8")

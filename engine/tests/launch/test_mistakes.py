@@ -41,6 +41,8 @@ UNKNOWN_NAMES = {
     "lr=0.1": unknown("lr", "optim.lr"),
     "devices=2": unknown("devices", "trainer.devices"),
     "optim.seed=3": unknown("optim.seed", "seed"),
+    "data.source.path=books": "unknown setting data.source.path; choose data=huggingface or "
+    "data=jsonl or data=parquet or data=shards or data=text, which has it",
     "strategy.bucket_cap=3": unknown("strategy.bucket_cap", "strategy.bucket_cap_mb"),
     "logger.wandb.mod=off": unknown("logger.wandb.mod", "logger.wandb.mode"),
     "logers.wandb.mode=off": unknown("logers.wandb.mode", "logger.wandb.mode"),
@@ -52,12 +54,16 @@ UNKNOWN_NAMES = {
     "did you mean profiler?",
     f"{SAMPLE}={ORDER}.Ordr": f"{SAMPLE}={ORDER}.Ordr: {ORDER} has no Ordr; did you mean Order?",
 }
+UNUSED = "ddp_find_unused_parameters_true"
 WRONG_CHOICES = {
     "model=gpt2_mediun": f"model=gpt2_mediun is not one of {MODELS}; did you mean gpt2_medium?",
     "experiment=qq": f"experiment=qq is not one of {EXPERIMENTS}",
     "callbacks=[default,qq]": f"callbacks=qq is not one of {CALLBACKS}",
     "strategy=3": f"strategy=3 is not one of {STRATEGIES}",
     "logger=none hydra/launcher=qq": "hydra/launcher=qq is not one of basic",
+    # As Lightning advises.
+    f"strategy={UNUSED}": f"strategy={UNUSED} is not one of {STRATEGIES}; set strategy=ddp "
+    "strategy.find_unused_parameters=true",
     "verbosity=loud": "verbosity=loud is not one of quiet, normal, debug",
 }
 WRONG_VALUES = {
@@ -65,15 +71,18 @@ WRONG_VALUES = {
     "seed=1.5": "seed=1.5 must be a whole number",
     "optim.lr=fast": "optim.lr=fast must be a number",
     "compile=perhaps": "compile=perhaps must be true or false",
+    "resume=runs/nothing": "resume=runs/nothing does not exist; give none, auto, a run directory, "
+    "or a checkpoint",
     "batch=12": "batch=12 is a group; set batch.NAME, or null",
     "callbacks.sample=off": "callbacks.sample=off is a group; set callbacks.sample.NAME, or null",
     "data=text": "data.source.path must be set, as in data.source.path=VALUE",
     "model.block_size=???": "model.block_size must be set, as in model.block_size=VALUE",
 }
 IN_YAML = {
-    "trainer: {max_step: 3}": "trainer.max_step=3: Trainer has no argument max_step; did you mean "
-    "max_steps?",
-    "model: {heads: 2}": "model.heads=2: GPT has no argument heads; did you mean n_head?",
+    "trainer: {max_step: 3}": "trainer.max_step=3 (of experiment=mine): Trainer has no argument "
+    "max_step; did you mean max_steps? ~trainer.max_step would leave it out",
+    "model: {heads: 2}": "model.heads=2 (of experiment=mine): GPT has no argument heads; did you "
+    "mean n_head? ~model.heads would leave it out",
     "max_stepz: 3": "unknown setting max_stepz; did you mean max_steps?",
     "optim.lr: 1e-3": "'optim.lr' in a YAML file is one name with a dot in it; nest it",
     "val_every: often": "val_every=often must be a whole number",
@@ -119,6 +128,23 @@ def recipe(tmp_path):
 @pytest.mark.parametrize(("text", "line"), IN_YAML.items())
 def test_a_mistake_in_a_yaml_file_is_the_same_line(recipe, text, line, capsys):
     assert line_of(capsys, *recipe(text)[1]) == line
+
+
+def test_a_choice_that_sets_what_another_model_lacks_is_named(recipe, capsys):
+    """Also if an experiment has it from another one that it begins with."""
+    file, words = recipe("max_steps: 3")
+    (file.parent.parent / "model").mkdir()
+    own = file.parent.parent / "model/own.yaml"
+    own.write_text("_target_: lockstep.batch.Batch\n_partial_: true\n")
+    for experiment in ("smoke", "mine"):
+        given = [*words[:2], f"experiment={experiment}", "model=own"]
+        line = line_of(capsys, *given)
+        assert line == (
+            f"model.block_size=32 (of experiment={experiment}): Batch has no argument block_size; "
+            "did you mean global_size? ~model.block_size would leave it out"
+        )
+    left_out = [f"~model.{name}" for name in ("block_size", "n_layer", "n_head", "n_embd")]
+    assert line_of(capsys, *given, *left_out).startswith("data.block_size: Interpolation key")
 
 
 @pytest.mark.parametrize(("text", "number"), [("max_steps: [1", 3), ("model:\n\tn_layer: 3", 4)])

@@ -23,7 +23,7 @@ from lockstep.mixtures.attention import (
 from lockstep.mixtures.mask import (
     Documents,
     MaskDocuments,
-    mask,
+    mask_documents,
 )
 from lockstep.tokens.tokenizer import ByteTokenizer
 
@@ -42,7 +42,7 @@ def model_of(name, *, masked=True, **changes):
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     if masked:
-        mask(model, ByteTokenizer())
+        mask_documents(model, ByteTokenizer())
     return model
 
 
@@ -237,7 +237,7 @@ def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpoint
     eager = model_of(name, **changes)
     expected = gradients(eager, eager(tokens, targets))
     model = model_of(name, masked=False, **changes)
-    mask(model, ByteTokenizer(), one_graph=True)
+    mask_documents(model, ByteTokenizer(), one_graph=True)
     whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
     features = torch.compile(model.features, **whole)
     torch.testing.assert_close(features(tokens), eager.features(tokens))
@@ -256,10 +256,10 @@ def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
         end_of_text = None
 
     with pytest.raises(UserError, match=r"callbacks=documents needs documents, and this"):
-        mask(GPT(vocab_size=50, **SHAPE), Endless())
+        mask_documents(GPT(vocab_size=50, **SHAPE), Endless())
     other = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="needs attention with `attend`"):
-        mask(other, ByteTokenizer())
+        mask_documents(other, ByteTokenizer())
 
 
 class Noting(lightning.LightningModule):

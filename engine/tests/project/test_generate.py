@@ -2,6 +2,7 @@ import pytest
 from lockstep_gpt.generate import main
 
 from lockstep import commands as cli
+from lockstep.checkpoints.reading import find_checkpoint, read_checkpoint, write_checkpoint
 from lockstep.errors import UserError
 from lockstep.tokens.tokenizer import ByteTokenizer
 
@@ -69,3 +70,23 @@ def test_an_invalid_value_is_rejected_with_its_flag(run, capsys, flag, value):
 def test_a_missing_run_is_rejected(tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist"):
         main([str(tmp_path / "nowhere")])
+
+
+MUTE = """
+from lockstep_gpt.gpt import GPT
+
+
+class Mute(GPT):
+    generate = property()
+"""
+
+
+def test_a_model_that_can_not_continue_text_is_refused_in_one_line(run, tmp_path, monkeypatch):
+    (tmp_path / "mute.py").write_text(MUTE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = find_checkpoint(run)
+    content = read_checkpoint(path)
+    content["config"]["model"]["_target_"] = "mute.Mute"
+    write_checkpoint(content, tmp_path / path.name)
+    with pytest.raises(UserError, match=r"^Mute has no method generate, which continues tokens"):
+        main([str(tmp_path / path.name), "--trust"])

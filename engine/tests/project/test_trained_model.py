@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from lockstep.checkpoints.content import refuse_broken_weights
 from lockstep.checkpoints.reading import read_checkpoint, with_newest, write_checkpoint
 from lockstep.errors import UserError
-from lockstep.mixtures.mask import Documents, MaskDocuments
+from lockstep.mixtures.mask import Documents
 from lockstep.tokens.tokenizer import ByteTokenizer
 
 
@@ -174,7 +174,7 @@ def test_a_class_of_an_owner_s_is_used_once_its_author_is_trusted(tmp_path, monk
     load_model(path)  # it is remembered
 
 
-MASKS = {"_target_": f"{MaskDocuments.__module__}.MaskDocuments", "compiled": True}
+MASKS = {"_target_": "lockstep.mixtures.MaskDocuments", "compiled": True}
 
 
 @pytest.mark.parametrize("callbacks", [{}, {"sample": None}, {"documents": MASKS}, None])

@@ -4,7 +4,8 @@ import lightning
 import pytest
 import torch
 
-from lockstep.run.receipt import facts_of
+from lockstep.batch import Batch
+from lockstep.run.receipt import facts_of, random_lines
 from lockstep.settings import counted
 from lockstep.strategies import placing as strategies
 
@@ -81,3 +82,35 @@ def test_what_sync_batchnorm_does_is_said(on_ranks, layers, line):
         return asked["batchnorm"], "batchnorm" in facts_of(trainer_of(strategy, devices=2), model)
 
     assert on_ranks(2, say) == [(line, False)] * 2
+
+
+DROPPING = {
+    "dropout": torch.nn.Dropout(0.2),
+    "channels": torch.nn.Sequential(torch.nn.Dropout2d(0.2), torch.nn.Linear(2, 2)),
+    "recurrent": torch.nn.GRU(3, 3, num_layers=2, dropout=0.2),
+    "attention": torch.nn.MultiheadAttention(4, 2, dropout=0.2),
+}
+STEADY = {
+    "none": torch.nn.Linear(2, 2),
+    "zero": torch.nn.Dropout(0.0),
+    "frozen": torch.nn.Dropout(0.2).eval(),
+    "recurrent": torch.nn.GRU(3, 3),
+    "attention": torch.nn.MultiheadAttention(4, 2),
+}
+
+
+@pytest.mark.parametrize("module", DROPPING.values(), ids=DROPPING)
+def test_layers_whose_random_numbers_depend_on_devices_are_said_with_the_remedy(module):
+    """Only if the number of devices decides the size of micro-batches, which numbers belong to."""
+    said = random_lines(module, Batch(8).spread_over(1))["random"]
+    assert said.startswith("1 layer with dropout, whose numbers belong to a micro-batch")
+    assert "set batch.micro_size=2 for" in said  # 8 samples, which 1, 2, and 4 devices can share
+    assert "batch.micro_size=4 " in random_lines(module, Batch(8).spread_over(2))["random"]
+    assert "batch.micro_size=1 " in random_lines(module, Batch(13).spread_over(1))["random"]
+    for batch in (Batch(8, 2), Batch(8, exact_micro_size=2), Batch(micro_size=2)):
+        assert random_lines(module, batch.spread_over(1)) == {}
+
+
+@pytest.mark.parametrize("module", STEADY.values(), ids=STEADY)
+def test_a_module_that_drops_nothing_has_no_line_of_random_numbers(module):
+    assert random_lines(module, Batch(8).spread_over(1)) == {}

@@ -204,16 +204,19 @@ def test_a_project_is_installed_with_its_engine_and_the_small_group(root):
     }
 
 
-def plant_wheel(folder: Path, version: str) -> None:
-    about = f"needed-{version}.dist-info"
+def plant_wheel(folder: Path, version: str, name: str = "needed", text: str = "") -> Path:
+    about = f"{name}-{version}.dist-info"
     files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: needed\nVersion: {version}\n",
+        f"{name}.py": text,
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         "RECORD": "",
     }
-    with zipfile.ZipFile(folder / f"needed-{version}-py3-none-any.whl", "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(f"{about}/{name}", text)
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, content in files.items():
+            wheel.writestr(file if file.endswith(".py") else f"{about}/{file}", content)
+    return path
 
 
 @pytest.fixture(params=["uv", "pip"])
@@ -270,6 +273,54 @@ def test_real_installers_take_the_versions_of_each_set(root, installer, quick_ve
         "pinned": "needed 2.0",
         "newest": "needed 3.0rc1",
     }
+
+
+@pytest.mark.slow
+def test_only_what_has_changed_is_installed_again(root, installer, quick_venv, tmp_path):
+    """A wheel of the same name and version that is another file, and an engine by path or not."""
+    path = os.pathsep.join([str(root / "scripts"), *quick_venv.values()])
+    names = ("needed", "lightning_lockstep")
+    show = f"import {', '.join(names)}; print({', '.join(f'{name}.text' for name in names)})"
+
+    def installed(text: str, *, by_path: bool = False) -> str:
+        """Build wheels with a text, set up, and return what the environment has of them."""
+        wheels = [plant_wheel(tmp_path, "1", name, f"text = {text!r}") for name in names]
+        needs = [f"{wheel.name.partition('-1')[0]} @ {wheel.as_uri()}" for wheel in wheels]
+        shutil.rmtree(root / "engine", ignore_errors=True)
+        if by_path:
+            needs[1] = "lightning-lockstep"
+            (root / "engine").mkdir()
+            for file, content in (("pyproject.toml", PROJECT), ("backend.py", BACKEND)):
+                of_engine = content.replace('"demo', '"lightning_lockstep')
+                of_engine = of_engine.replace("Name: demo", "Name: lightning-lockstep")
+                of_engine = of_engine.replace("/demo", "/lightning_lockstep")
+                (root / "engine" / file).write_text(of_engine)
+        listed = f'version = "1"\ndependencies = {[*map(normal, needs)]}\n'
+        (root / "pyproject.toml").write_text(PROJECT.replace('version = "1"\n', listed))
+        done = subprocess.run(
+            [sys.executable, "-c", "import environments; environments.Environment().set_up()"],
+            cwd=root,
+            env=os.environ | installer | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        words = [root / ".venv/bin/python", "-c", show]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+
+    assert installed("first", by_path=True) == ""  # this engine has metadata only
+    mark = root / ".venv/mark"
+    mark.touch()
+    assert installed("first") == "first first"
+    assert installed("second") == "second second"
+    assert installed("second", by_path=True) == ""
+    assert installed("second") == "second second"
+    assert mark.exists()  # it was never made anew
+
+
+def normal(requirement: str) -> str:
+    """Return a requirement with the name as people write it."""
+    return requirement.replace("lightning_lockstep @", "lightning-lockstep @")
 
 
 def test_a_linked_environment_is_not_cleared(root, tmp_path):

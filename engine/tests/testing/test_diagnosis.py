@@ -233,6 +233,25 @@ def test_micro_batches_of_another_size_are_compared_by_their_mean_loss(one, two)
     assert finding.cause.startswith("dropout or other random numbers: noise belongs")
 
 
+def test_no_remedy_is_a_setting_that_the_runs_had(one, two):
+    """What is set already can't be what is missing: then something else adds, or another loader."""
+    for rounded in (last_digit_of_a_gradient, last_digit_of_the_loss):
+        changed = copy.deepcopy(two)
+        rounded(changed)
+        assert "set batch.exact_micro_size" in diagnose(one, changed).remedy
+        exact = diagnose(one, changed, batch={"exact_micro_size": 2}).remedy
+        assert exact.startswith("batch.exact_micro_size is set, and fixes")
+    joined(one)
+    loss(two)
+    gradient(two)
+    remedies = {
+        "set batch.micro_size": {},
+        "load with train_loader and the batch": {"micro_size": 2},
+    }
+    for remedy, batch in remedies.items():
+        assert diagnose(one, two, tolerance=1e-9, batch=batch).remedy.startswith(remedy)
+
+
 def test_initial_weights_are_compared_before_the_first_step(one, two):
     for run in (one, two):
         for step in run[1]:
@@ -295,3 +314,4 @@ def test_a_column_that_differs_alone_is_a_metric_by_rank():
         "begins at: step 7, val/accuracy of metrics.csv: 0.5, nothing"
     )
     assert finding.cause.startswith("a metric by rank")
+    assert finding.remedy.startswith("log it with Mean")

@@ -1,6 +1,7 @@
-"""What a run can't promise: said once, when training begins."""
+"""What a run really has, and what it can't promise: said once, when training begins."""
 
 import logging
+import math
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -15,12 +16,47 @@ logger = logging.getLogger(__name__)
 
 
 def tell_limits(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Log why results may depend on the number of ranks, or on restarts."""
+    """Log the optimizers, and why results may depend on the number of ranks, or on restarts."""
+    for line in optimizer_lines(trainer):
+        logger.info("  optimizer  %s", line)
+    warn_of_idle_schedulers(trainer)
     if trainer.world_size > 1:
         warn_of_own_statistics(pl_module)
     lines = limits_of_loaders(trainer)
     if lines:
         logger.info("  loaders  %s", "; ".join(lines))
+
+
+def optimizer_lines(trainer: Trainer) -> list[str]:
+    """Return a line for each optimizer that Lightning has: the rates of its groups, and by whom."""
+    lines = []
+    for optimizer in trainer.optimizers:
+        rates = [f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group]
+        if not rates:  # none, or what stands for one where `configure_optimizers` returned None
+            continue
+        line = f"{type(optimizer).__name__} begins with lr {', '.join(dict.fromkeys(rates))}"
+        kinds = [
+            type(config.scheduler).__name__
+            for config in trainer.lr_scheduler_configs
+            if config.scheduler.optimizer is optimizer
+        ]
+        setters = f"set by {' and '.join(kinds)}" if kinds else "with no scheduler"
+        lines.append(f"{line}, {setters}")
+    return lines
+
+
+def warn_of_idle_schedulers(trainer: Trainer) -> None:
+    """Warn of schedulers that wait for the end of an epoch which has none."""
+    if trainer.num_training_batches != math.inf:
+        return
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "epoch":
+            logger.warning(
+                "%s waits for the end of an epoch, and this loader is endless, so the rate stays "
+                'as it is; return {"scheduler": ..., "interval": "step", "frequency": STEPS} from '
+                "configure_optimizers",
+                type(config.scheduler).__name__,
+            )
 
 
 def warn_of_own_statistics(model: nn.Module) -> None:

@@ -12,8 +12,9 @@ from lockstep.loading.data_place import data_place
 class MicroBatchSeeds(Callback):
     """Makes dropout depend only on seed, step, and micro-batch, not on the rank.
 
-    It seeds torch before each `training_step`. Ranks that split the model also draw the same noise
-    for their common residual stream.
+    It seeds torch before each `training_step`. So another number of ranks draws the same noise if
+    its micro-batches have the same size, as a `Batch` with a `micro_size` has. Ranks that split the
+    model also draw the same noise for their common residual stream.
 
         >>> trainer = Trainer(callbacks=[lockstep.MicroBatchSeeds(seed=1337)])
 

@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,10 @@ WITH_VALUE = (
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun"),
 )
+# What Lightning advises -> the same in our settings.
+ADVISED = {
+    "strategy=ddp_find_unused_parameters_true": "strategy=ddp strategy.find_unused_parameters=true"
+}
 search_path_of_call: list[str] = []  # what Hydra lists, too; see hydra_plugins
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
@@ -391,6 +395,8 @@ def _unknown_choice(source: Source, error: MissingConfigException) -> str | None
         return None
     near = get_close_matches(choice, options, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    if f"{group}={choice}" in ADVISED:
+        hint = f"; set {ADVISED[f'{group}={choice}']}"
     return f"{group}={choice} is not one of {', '.join(options)}{hint}"
 
 
@@ -404,6 +410,9 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
         *(setting for setting, _ in flat(values)),
         *_arguments_beside(name, values),
     ]
+    choices = _choices_with(source, name, words)
+    if choices:
+        return f"; choose {' or '.join(choices)}, which has it"
     last = name.rpartition(".")[2]
     same = [setting for setting in known if setting.rpartition(".")[2] == last]
     if last in known:  # of the first level
@@ -412,6 +421,44 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     near = near or (same if len(same) == 1 else [])
     hint = f"; did you mean {near[0]}?" if near else "; --cfg job shows all of them;"
     return f"{hint} (+{name}=... would add it)"
+
+
+def _choices_with(source: Source, name: str, words: list[str]) -> list[str]:
+    """Return the choices of a setting's group, such as `data=text`, which have that setting."""
+    group, dot, _ = name.partition(".")
+    if not dot or group not in _groups_of(source):
+        return []
+    others = [word for word in choices_among(source, words) if not word.startswith(f"{group}=")]
+    choices = [f"{group}={choice}" for choice in _choices_of(source, group)]
+    values = [composition(source, [*others, choice]) or {} for choice in choices]
+    return [
+        choice
+        for choice, of_choice in zip(choices, values, strict=True)
+        if name in {setting for setting, _ in flat(of_choice)}
+    ]
+
+
+def set_by(source: Source, words: list[str], choices: Mapping[str, Any], name: str) -> str | None:
+    """Return the choice that sets a setting of another group, as `experiment=smoke`; None: none.
+
+    Args:
+        source: what Hydra configures.
+        words: of the command line.
+        choices: a group -> what was chosen.
+        name: of the setting.
+    """
+    folders = [*config_dirs(words), *folders_of(source)]
+    for group, choice in choices.items():
+        files = [folder / group / f"{choice}.yaml" for folder in folders]
+        for file in [file for file in files if file.is_file()][:1]:
+            content = cast(DictConfig, OmegaConf.load(file))
+            if OmegaConf.select(content, name) is not None:
+                return f"{group}={choice}"
+            for entry in content.get("defaults", []):
+                inner = isinstance(entry, str) and set_by(source, words, {group: entry}, name)
+                if inner:
+                    return f"{group}={choice}"
+    return None
 
 
 def _arguments_beside(name: str, values: dict[str, Any]) -> list[str]:

@@ -51,6 +51,12 @@ def runs_elsewhere() -> bool:
     return is_sweep() and choices.get("hydra/launcher") != "basic"
 
 
+def choices() -> dict[str, str]:
+    """Return what was chosen from each group, by the group's name."""
+    chosen = HydraConfig.get().runtime.choices
+    return {str(group): str(choice) for group, choice in chosen.items()}
+
+
 def hydras_files() -> set[str]:
     """Return the names that Hydra gives to what it writes where a job runs."""
     job = HydraConfig.get()

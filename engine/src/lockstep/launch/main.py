@@ -232,7 +232,10 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
             composed.refuse_misspelled(program.source, [*words], whole)
             check_choice("verbosity", whole.get("verbosity", "normal"), tuple(LEVELS))
             composed.refuse_other_kinds(program.source, [*words], whole)
-            targets.refuse_mistakes(whole, {"*": ("*",)})  # the function may add any argument
+            choices = hydra_job.choices()
+            set_by = partial(composed.set_by, program.source, [*words], choices)
+            targets.refuse_mistakes(whole, {"*": ("*",)}, set_by)  # the function may add any
+            refuse_absent(str(values.get("resume", "none")))
         is_new = values.get("run_dir") is None and hydra_job.is_named_after_time()
         if values.get("resume") == "auto" and is_new and not hydra_job.is_sweep():
             raise UserError(
@@ -271,6 +274,15 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
     if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
         hydra_job.remove_traces(run)  # all ranks use the directory of rank 0
     return status, value_of(run, status)
+
+
+def refuse_absent(resume: str) -> None:
+    """Raise a `UserError` if `resume` names a file or a folder that isn't there."""
+    is_path = resume not in ("none", "auto", "null") and "://" not in resume
+    if is_path and not Path(resume).exists():
+        raise UserError(
+            f"resume={resume} does not exist; give none, auto, a run directory, or a checkpoint"
+        )
 
 
 def value_of(run: RunDirectory, status: int) -> Any:

@@ -5,7 +5,7 @@ whether the name exists, which arguments there are, which must be given, and oft
 they are. What only an import can tell is left to the ranks.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -42,7 +42,9 @@ REFUSED = {
 
 
 def refuse_mistakes(
-    values: Mapping[str, Any], given: Mapping[str, Collection[str]] | None = None
+    values: Mapping[str, Any],
+    given: Mapping[str, Collection[str]] | None = None,
+    set_by: Callable[[str], str | None] = lambda _name: None,
 ) -> None:
     """Raise a `UserError` for the first mistake in any `_target_` node of a configuration.
 
@@ -50,6 +52,7 @@ def refuse_mistakes(
         values: the configuration as plain dictionaries, lists, and values.
         given: a node's dotted name, in which `*` stands for any part of it -> arguments that code
             adds to it, so that none of them lacks; `("*",)`: code may add any.
+        set_by: returns what else than a node's own file has set an argument; None: nothing.
     """
     nodes = [*_nodes(values, "")]
     for path, node, _ in nodes:
@@ -66,7 +69,7 @@ def refuse_mistakes(
         if signature is None:
             continue
         called = target.rpartition(".")[2]
-        _refuse_unknown(path, node, called, signature)
+        _refuse_unknown(path, node, called, signature, set_by)
         if may_lack:
             _refuse_lacking(path, node, called, signature, added)
         _refuse_other_kinds(path, node, signature)
@@ -126,16 +129,27 @@ def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in node.items() if name not in HYDRAS}
 
 
-def _refuse_unknown(path: str, node: Mapping[str, Any], called: str, signature: Signature) -> None:
+def _refuse_unknown(
+    path: str,
+    node: Mapping[str, Any],
+    called: str,
+    signature: Signature,
+    set_by: Callable[[str], str | None],
+) -> None:
     """Raise a `UserError` for an argument that the signature lacks."""
     if signature.takes_any_name:
         return
     known = [*signature.named]
     for name, value in _arguments(node).items():
         if name not in known:
+            setting = _join(path, name)
+            place = set_by(setting)
+            by, remedy = ("", "")
+            if place is not None:
+                by, remedy = f" (of {place})", f" ~{setting} would leave it out"
             raise UserError(
-                f"{_join(path, name)}{_shown(value)}: {called} has no argument {name}"
-                f"{_nearest_argument(name, known)}"
+                f"{setting}{_shown(value)}{by}: {called} has no argument {name}"
+                f"{_nearest_argument(name, known)}{remedy}"
             )
 
 

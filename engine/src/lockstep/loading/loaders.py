@@ -311,6 +311,17 @@ def samples_per_step(trainer: Trainer, micro_size: int) -> int:
     return micro_size * data_place(trainer).size * trainer.accumulate_grad_batches
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """Return the samples of a loader's batches, ours or torch's; None if it doesn't tell."""
+    if isinstance(loader, TrainLoader):
+        return loader.micro_size
+    for part in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(part, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
 def samples_of_run(trainer: Trainer | None, batch: Sized | int) -> int:
     """Return the samples of all steps of a run, for a data module."""
     trainer = attached(trainer)

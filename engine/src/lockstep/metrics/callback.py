@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from lockstep.batch import Batch
 from lockstep.callbacks.step import InRow, StepCallback
-from lockstep.loading.loaders import TrainLoader
+from lockstep.loading.loaders import TrainLoader, batch_size_of, samples_per_step
 from lockstep.loggers.step_rows import StepNumber, log_row, number_rows
 from lockstep.metrics.epoch_values import EpochValues
 from lockstep.metrics.mean import Mean, entries_of_ranks, means_of
 from lockstep.metrics.rows import COLUMNS, OF_TOKENS
 from lockstep.processes import freeze_lasting_objects
 from lockstep.ranks.peaks import FORMS, peak_of
-from lockstep.settings import check_number, check_whole, not_a_config
+from lockstep.settings import check_number, check_whole, counted, not_a_config
 from lockstep.strategies.optimizers import is_compiled
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class Metrics(StepCallback):
         >>> trainer = Trainer(callbacks=[lockstep.Metrics(batch, every=10)], log_every_n_steps=10)
 
     Args:
-        batch: how many samples a step has; None: rows have no speed in samples or tokens.
+        batch: how many samples a step has, unless the loader's batches have another size; None:
+            rows have no speed in samples or tokens.
         every: steps between rows.
         tokens_per_sample: of text; None: `tokens_per_sample` of the Trainer's data module, if it
             has such a number.
@@ -71,7 +72,6 @@ class Metrics(StepCallback):
     tokens_per_sample: int | None = None
     flops_per_token: float | None = None
     peak_tflops: float | None = None
-    tokens_per_step: int | None = field(default=None, init=False)  # over all ranks; None: no text
     # The newest value of each metric, for display.
     row: dict[str, float] = field(default_factory=dict, init=False)
     training_seconds: float = field(default=0.0, init=False)  # without validation
@@ -89,6 +89,8 @@ class Metrics(StepCallback):
     _rate: float | None = field(default=None, init=False)  # of the last update
 
     full_tflops: float | None = field(default=None, init=False)  # of all devices together
+    _loaded: int | None = field(default=None, init=False)  # samples of a step, as loaders have them
+    _tokens: int | None = field(default=None, init=False)  # of a sample; None: no text
     _operations: float = field(default=0.0, init=False)  # per token
     _tells_first_step: bool = field(default=False, init=False)  # a compiled model's is long
     _world_size: int = field(default=1, init=False)
@@ -98,13 +100,25 @@ class Metrics(StepCallback):
         if self.peak_tflops is not None:
             check_number("peak_tflops", self.peak_tflops, above=0)
 
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of a step over all ranks; None if no batch tells."""
+        if self.batch is None:
+            return None
+        return self._loaded or self.batch.global_size
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens of a step over all ranks; None: no text."""
+        if self.samples_per_step is None or self._tokens is None:
+            return None
+        return self.samples_per_step * self._tokens
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what a step computes, and how fast these devices could compute it."""
         super().setup(trainer, pl_module, stage)
         self._world_size = trainer.world_size
-        tokens = self.tokens_per_sample or tokens_of(trainer)
-        if self.batch is not None and tokens is not None:
-            self.tokens_per_step = self.batch.global_size * tokens
+        self._tokens = self.tokens_per_sample or tokens_of(trainer)
         self._operations = self.flops_per_token or 0.0
         if self.flops_per_token is None:
             self._operations = getattr(pl_module, "flops_per_token", 0.0)
@@ -120,11 +134,30 @@ class Metrics(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
+        self._count_samples(trainer)
         self._tells_first_step = is_compiled(pl_module)
         self._means = means_of(pl_module)
         self._number = StepNumber(trainer)
         number_rows(trainer.loggers, self._number)
         self._times = [time.perf_counter()]
+
+    def _count_samples(self, trainer: Trainer) -> None:
+        """Count the samples that the loader's batches have; say so if the batch says others."""
+        size = batch_size_of(trainer.train_dataloader)
+        if self.batch is None or size is None:
+            return
+        samples = samples_per_step(trainer, size)
+        self._loaded = samples
+        if samples != self.batch.global_size and trainer.is_global_zero:
+            logger.warning(
+                "train_dataloader makes batches of %s, so a step has %d, but the batch says %d per "
+                "device and %d per step, for which the receipt's rate is; give the loader "
+                "batch_size=batch.micro_size, or return lockstep.train_loader",
+                counted(size, "sample"),
+                samples,
+                self.batch.micro_size,
+                self.batch.global_size,
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Let Lightning number rows again."""
@@ -141,7 +174,8 @@ class Metrics(StepCallback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Note the rate of this update; a scheduler then sets that of the next one."""
-        self._rate = optimizer.param_groups[0]["lr"]
+        groups = optimizer.param_groups  # none if `configure_optimizers` has returned None
+        self._rate = groups[0]["lr"] if groups else None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Complete the values of an epoch that a resumed run continues."""
@@ -189,8 +223,8 @@ class Metrics(StepCallback):
             if self.full_tflops:
                 tflops = tokens_per_second * self._operations / 1e12
                 row["throughput/mfu"] = tflops / self.full_tflops
-        elif self.batch is not None:
-            samples = len(durations) * self.batch.global_size
+        elif self.samples_per_step is not None:
+            samples = len(durations) * self.samples_per_step
             row["throughput/samples_per_second"] = samples / seconds
         row["throughput/step_seconds"] = seconds / len(durations)
         row["throughput/step_seconds_p50"] = p50
@@ -218,15 +252,15 @@ class Metrics(StepCallback):
     def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
         entries: dict[str, Any] = {"world_size": self._world_size}
-        if self.batch is not None:
-            entries["global_batch_size"] = self.batch.global_size
+        if self.samples_per_step is not None:
+            entries["global_batch_size"] = self.samples_per_step
         if self.tokens_per_step is not None:
             # Of all ranks together, over all steps since this start, without validation.
             speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
             entries["tokens"] = step * self.tokens_per_step
             entries["tokens_per_second"] = speed or None  # None without any step
-        elif self.batch is not None:
-            size = self.batch.global_size
+        elif self.samples_per_step is not None:
+            size = self.samples_per_step
             speed = self.training_steps * size / max(self.training_seconds, 1e-9)
             entries["samples"] = step * size
             entries["samples_per_second"] = speed or None

@@ -102,7 +102,7 @@ class MaskDocuments(Callback):
         module: Any = pl_module
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         one_graph = self.compiled and any(map(_is_recomputed, module.model.blocks))
-        mask(module.model, tokenizer, one_graph)
+        mask_documents(module.model, tokenizer, one_graph)
         new_model = getattr(module, "new_model", None)
         if new_model is not None:  # for what samples from a copy of the weights
             module.new_model = partial(_masked, new_model, tokenizer)
@@ -110,11 +110,11 @@ class MaskDocuments(Callback):
 
 def _masked(new_model: Any, tokenizer: Tokenizer) -> Any:
     model = new_model()
-    mask(model, tokenizer)
+    mask_documents(model, tokenizer)
     return model
 
 
-def mask(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> None:
+def mask_documents(model: Any, tokenizer: Tokenizer | None, one_graph: bool = False) -> None:
     """Change a model so that documents don't see each other.
 
     With `one_graph`, a CPU masks at all T x T scores without leaving the compiled graph, as a GPU

@@ -5,11 +5,17 @@ import torch.distributed as dist
 from lightning import Trainer
 from torch import nn
 
+from lockstep.batch import Batch
 from lockstep.patches.lightning import synchronizes_batchnorm
 from lockstep.patches.torch import BatchNorm
 from lockstep.ranks.ranks import backend_here
 from lockstep.settings import counted
 from lockstep.strategies.ddp import DDPStrategy
+
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str]:
@@ -39,6 +45,31 @@ def batchnorm_line(module: nn.Module) -> str:
     if count == 0:
         return "trainer.sync_batchnorm=true changes nothing: the model has none"
     return f"{counted(count, 'layer')} synchronized over all ranks"
+
+
+def random_lines(module: nn.Module, batch: Batch) -> dict[str, str]:
+    """Return label -> line if layers draw other numbers on another number of devices.
+
+    What a module draws by a function, such as `F.dropout`, can't be seen here.
+    """
+    count = sum(map(drops, module.modules()))
+    if count == 0 or batch.grows or batch.fixes_micro_batches:
+        return {}
+    size = batch.size_to_fix or 1
+    return {
+        "random": f"{counted(count, 'layer')} with dropout, whose numbers belong to a micro-batch, "
+        "and its size to the number of devices: results depend on it; set "
+        f"batch.micro_size={size} for losses that are equal up to rounding"
+    }
+
+
+def drops(layer: nn.Module) -> bool:
+    """Return whether a layer draws what it drops in training."""
+    if isinstance(layer, DROPOUTS):
+        return layer.training and layer.p > 0
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+        return layer.training and layer.dropout > 0
+    return False
 
 
 def strategy_line(trainer: Trainer) -> str:

@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
 
+from lockstep.batch import Batch
 from lockstep.callbacks.arithmetic import Arithmetic
 from lockstep.callbacks.step import InReceipt, InSummary
 from lockstep.callbacks.weight_hashes import WeightHashes
@@ -50,7 +51,7 @@ from lockstep.ranks.ranks import (
 from lockstep.ranks.waiting import MeetingError
 from lockstep.run.directory import RunDirectory
 from lockstep.run.kept import refuse_other_experiment
-from lockstep.run.receipt import facts_of
+from lockstep.run.receipt import facts_of, random_lines
 from lockstep.run.resuming import (
     CompareSettings,
     RefuseUnfit,
@@ -377,6 +378,8 @@ class Run:
         for part in [*parts, *_callbacks_of(trainer)]:
             if isinstance(part, InReceipt):
                 receipt |= part.receipt_lines()
+            if isinstance(part, Batch) and module is not None:
+                receipt |= random_lines(module, part)
         width = max(map(len, receipt))
         text = "\n".join(f"  {label:<{width}}  {line}" for label, line in receipt.items())
         logger.info("%s", text)

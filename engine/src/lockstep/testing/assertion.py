@@ -262,7 +262,8 @@ class Check:
             except FailedRunError:
                 pass  # what it has recorded may show why
             recordings.append(read_recording(folder))
-        return diagnose(recordings[0], recordings[1], tolerance, other.killed)
+        batch = self._directory(first.run).values().get("batch")
+        return diagnose(recordings[0], recordings[1], tolerance, other.killed, batch)
 
 
 def _of_log(found: Differences, other: Compared) -> Finding:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lockstep.settings import counted
@@ -54,7 +55,11 @@ def _latest(lines: Iterable[Line]) -> dict[int, Line]:
 
 
 def diagnose(
-    first: Recording, other: Recording, tolerance: float | None = None, killed: bool = False
+    first: Recording,
+    other: Recording,
+    tolerance: float | None = None,
+    killed: bool = False,
+    batch: Mapping[str, Any] | None = None,
 ) -> Finding | None:
     """Return where a recorded run first differs from another one; None if it doesn't.
 
@@ -63,10 +68,11 @@ def diagnose(
         other: that of another number of ranks, or of a run that was killed.
         tolerance: relative; None: the runs should have the same bits.
         killed: whether `other` was killed and resumed.
+        batch: the settings of the batch that both had, so that no remedy is what is set already.
     """
     common = sorted({*first} & {*other})
     for step in common:
-        pair = Pair(step, first[step], other[step], tolerance)
+        pair = Pair(step, first[step], other[step], tolerance, batch or {})
         for find in (_in_samples, _in_noise, _in_loss, _in_gradients, _in_rates, _in_weights):
             finding = find(pair)
             if finding is not None:
@@ -81,6 +87,17 @@ class Pair(NamedTuple):
     first: Step
     other: Step
     tolerance: float | None
+    batch: Mapping[str, Any] = MappingProxyType({})  # its settings
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are added in one order already."""
+        return self.batch.get("exact_micro_size") is not None
+
+    @property
+    def has_micro_size(self) -> bool:
+        """Whether the number of ranks should not change micro-batches."""
+        return self.is_exact or self.batch.get("micro_size") is not None
 
     def finding(self, what: str, cause: str, remedy: str) -> Finding:
         """Return a finding of this step."""
@@ -227,14 +244,13 @@ def _of_computation(pair: Pair, what: str, ours: float, theirs: float, is_same: 
             what,
             "dropout or other random numbers: noise belongs to a micro-batch, and another number "
             "of ranks has other micro-batches",
-            "set batch.exact_micro_size, which fixes them, or set dropout to 0 in this test",
+            _remedy_of_size(pair),
         )
     if _is_rounding(ours, theirs, abs(ours)):
         return pair.finding(
             what,
             "rounding: kernels round in another way for other sizes or threads",
-            "compare with a tolerance, such as 1e-12 with precision=64-true, or set "
-            "batch.exact_micro_size, which fixes sizes and threads",
+            _remedy_of_rounding(pair),
         )
     return pair.finding(
         what,
@@ -242,6 +258,30 @@ def _of_computation(pair: Pair, what: str, ours: float, theirs: float, is_same: 
         "depends on the rank or the time, or a loss that depends on the micro-batch's size",
         "let training_step depend on batch and weights only, draw random numbers from torch's own "
         "generator, and return the mean over samples",
+    )
+
+
+def _remedy_of_size(pair: Pair) -> str:
+    if pair.has_micro_size:
+        return (
+            "load with train_loader and the batch: the loader's micro-batches don't have the size "
+            "that batch fixes"
+        )
+    if pair.tolerance is None:
+        return "set batch.exact_micro_size, which fixes them, or set dropout to 0 in this test"
+    return "set batch.micro_size, which fixes them, or set dropout to 0 in this test"
+
+
+def _remedy_of_rounding(pair: Pair) -> str:
+    if pair.is_exact:
+        return (
+            "batch.exact_micro_size is set, and fixes sizes, threads, and the order of sums; look "
+            "for what adds in another order: a hook, a callback, a size that the loader chooses, "
+            "or a kernel (trainer.deterministic=true)"
+        )
+    return (
+        "set batch.exact_micro_size for equal bits, which fixes sizes, threads, and the order of "
+        "sums, or compare with a tolerance, such as 1e-12 with precision=64-true"
     )
 
 
@@ -290,8 +330,7 @@ def _in_gradients(pair: Pair) -> Finding | None:
         return pair.finding(
             what,
             "sums in another order: gradients differ in the last digits only",
-            "set batch.exact_micro_size for equal bits, or compare with a tolerance, such as 1e-12 "
-            "with precision=64-true",
+            _remedy_of_rounding(pair),
         )
     return pair.finding(
         what,
@@ -319,8 +358,7 @@ def _in_rates(pair: Pair) -> Finding | None:
     return pair.finding(
         f"the learning rate: {ours:g}, {theirs:g} on rank {rank}",
         cause,
-        "compute it from the step, or from a metric that is equal on all ranks (Mean, or "
-        "self.log with sync_dist=True)",
+        "compute it from the step, or from a Mean, which has the same value on any number of ranks",
     )
 
 
@@ -396,8 +434,9 @@ def metric_finding(
         step,
         what,
         "a metric by rank: weights and optimizer are equal; the logged value is of one rank's "
-        "samples",
-        "log it with sync_dist=True, or with Mean, whose bits don't depend on ranks",
+        "samples, or of the last micro-batch of a step alone",
+        "log it with Mean, which counts each micro-batch of a step on all ranks; sync_dist=True of "
+        "self.log takes only the last one of each rank",
     )
 
 
