@@ -22,6 +22,7 @@ BESIDE = {
     "hub": set(),
     "mixtures": set(),
     "pages": set(),
+    "plan": {"cluster"},  # the doctor measures what a plan assumes
     "testing": {"cluster"},  # a drill compares runs as a check does
     "tokens": {"evaluation", "hub", "mixtures"},
 }
@@ -95,6 +96,7 @@ def test_without_it_all_else_imports_and_a_foreign_program_trains(folder, withou
     run = without(folder)
     run("-c", IMPORTS)
     commands = {"testing": "check", "cluster": "doctor", "evidence": "verify", "pages": "panel"}
+    commands["plan"] = "plan"
     listed = re.findall(r"^  (\w+) ", run("-m", "lockstep", "--help"), re.MULTILINE)
     assert commands.get(folder) not in listed
     assert "step 2" in run(str(SCRIPT), *TRAINING)

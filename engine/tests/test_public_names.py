@@ -13,8 +13,8 @@ from lightning import Trainer
 import lockstep
 
 FACES = (
-    *("callbacks", "checkpoints", "evaluation", "hub", "loggers", "mixtures", "run", "strategies"),
-    "tokens",
+    *("callbacks", "checkpoints", "evaluation", "hub", "loggers", "mixtures", "plan", "run"),
+    *("strategies", "tokens"),
 )
 VALUES = {"NUMERICS", "Order"}  # a number and a type: versions.py and order.py explain them
 PUBLIC = sorted({*lockstep.__all__} - VALUES)

@@ -35,7 +35,7 @@ OURS = {
     "prepare": Command("lockstep.tokens.command:main", "tokenize a dataset", True),
     "evaluate": Command("lockstep.evaluation.command:main", "measure on held-out data", False),
     "check": Command("lockstep.testing.command:main", "compare runs on 1, 2, 4 ranks", True),
-    "plan": Command("lockstep.cluster.plan:main", "predict memory, time, cost", True),
+    "plan": Command("lockstep.plan.command:main", "predict memory, time, cost", True),
     "doctor": Command("lockstep.cluster.doctor:main", "check these machines", True),
     "drill": Command("lockstep.cluster.drill:main", "break small runs on purpose", True),
     "compare": Command("lockstep.evidence.compare:main", "train in pairs, judge", False),

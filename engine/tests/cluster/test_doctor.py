@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from lockstep import commands as cli
-from lockstep.cluster.hardware import Hardware
 from lockstep.errors import UserError
+from lockstep.plan.hardware import Hardware
 
 TIMEOUT = 150  # seconds; on an idle machine, no launch takes a tenth of it
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster.hardware import LINKS
+from lockstep.plan.hardware import LINKS
 
 PAGE = Path(__file__).parents[2] / "docs/strategies.md"
 

@@ -58,6 +58,7 @@ LAYERS = [
     "launch",
     "tokens.command",
     "testing",
+    "plan",
     "cluster",
     "evaluation",
     "hub",
@@ -67,7 +68,7 @@ LAYERS = [
     "__main__",
 ]
 # Features on top of the engine's core.
-OPTIONAL = {"__main__", "cluster", "commands", "evidence", "hub", "mixtures", "pages"}
+OPTIONAL = {"__main__", "cluster", "commands", "evidence", "hub", "mixtures", "pages", "plan"}
 # A program of its own, which evidence starts, runs a command as the shell would.
 MAY_LOOK_UP = {"lockstep.evidence.worker": "lockstep.commands"}
 # Of the engine, besides `lockstep` itself, what a project may use; `*` stands for what is inside.
@@ -603,12 +604,6 @@ def test_private_names_of_others_are_only_in_patches():
         "lockstep/callbacks/counted_targets.py": {"_foreach_mul_"},
         "lockstep/cluster/examination.py": {"_C", "_distributed_c10d"},
         "lockstep/cluster/meeting.py": {"_C", "_distributed_c10d"},
-        "lockstep/cluster/tracing.py": {
-            "_cdata",
-            "_python_dispatch",
-            "_pytree",
-            "_subclasses",
-        },
         # A name in a text that is read, not one that is used.
         "lockstep/launch/signatures.py": {"_defaults_from_env_vars"},
         "lockstep/muon/optimizer.py": {"_foreach_add_"},
@@ -618,6 +613,12 @@ def test_private_names_of_others_are_only_in_patches():
             "_foreach_mul_",
         },
         "lockstep/pages/recording.py": {"_foreach_norm"},
+        "lockstep/plan/counting.py": {
+            "_cdata",
+            "_python_dispatch",
+            "_pytree",
+            "_subclasses",
+        },
         "lockstep/ranks/flight_recorder.py": {
             "_C",
             "_distributed_c10d",

@@ -1,1 +1,1 @@
-"""Predicts a run, checks the machines, and breaks small runs on purpose."""
+"""Checks the machines, and breaks small runs on purpose."""

@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore
 
 from lockstep.cluster import collectives, environment, expectation, gpus, speed, topology
-from lockstep.cluster.choices import trains_language_model
 from lockstep.cluster.collectives import Bandwidth
 from lockstep.cluster.facts import Facts, collect, compare
 from lockstep.cluster.meeting import (
@@ -26,7 +25,6 @@ from lockstep.cluster.meeting import (
     examine_clocks,
     open_meeting,
 )
-from lockstep.cluster.prediction import vocabulary
 from lockstep.cluster.profile import profile
 from lockstep.cluster.report import (
     FAILURE,
@@ -41,6 +39,7 @@ from lockstep.cluster.speed import Speed
 from lockstep.errors import UserError
 from lockstep.launch import devices
 from lockstep.launch.launch_settings import LaunchSettings
+from lockstep.plan.experiment import trains_language_model, vocabulary
 from lockstep.ranks.ranks import Ranks, backend_of
 from lockstep.settings import counted, node_of
 

@@ -10,8 +10,8 @@ import torch
 from omegaconf import DictConfig
 
 from lockstep.cluster.collectives import Bandwidth
-from lockstep.cluster.hardware import LINKS, Hardware, Link
 from lockstep.cluster.speed import Speed
+from lockstep.plan.hardware import LINKS, Hardware, Link
 from lockstep.ranks.peaks import FORMS
 from lockstep.ranks.ranks import Ranks
 from lockstep.settings import counted, precision_of
@@ -59,7 +59,7 @@ def profile(
         source=f"doctor on {counted(ranks.world_size, 'rank')}{'' if shares else UNTRIED}",
         memory_share=1.0,
         utilisation=utilisation,
-        launch=0.0 if shares else Hardware.launch,  # what was measured includes it
+        kernel_seconds=0.0 if shares else Hardware.kernel_seconds,  # included in what was measured
         link_efficiency=1.0,
         context=_context(device),
         measured=True,

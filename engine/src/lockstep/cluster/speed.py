@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lockstep.cluster.choices import with_values
+from lockstep.building import build
 from lockstep.cluster.report import Finding, failure, named, ok, warning
-from lockstep.cluster.tracing import AUTOCAST, built, shaped, step
 from lockstep.errors import UserError
+from lockstep.plan.counting import AUTOCAST, step
+from lockstep.plan.experiment import training_of, with_node, with_values
 from lockstep.settings import precision_of
 from lockstep.strategies.matrix_products import choose_matrix_products
 
@@ -115,21 +116,26 @@ def _utilisation(
         return None
     shape = with_values(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
     try:
-        with torch.device("meta"):
-            model = shaped(shape, vocab_size, config.precision)
+        trained = training_of(with_node(config, "model", shape), vocab_size)
+        flops = trained.flops
     except UserError:
         return None
-    flops: int = model.flops_per_token * model.block_size
     micro_size = math.floor(STEP_FLOPS[device.type] / flops)
     if micro_size < 1:
         return None
     sizes = (config.batch.get(name) for name in ("micro_size", "global_size"))
     micro_size = min(micro_size, next(filter(None, sizes), 1))
     with torch.device(device):
-        model = built(shape, vocab_size, config.precision)
-    size = (micro_size, model.block_size)
-    seconds = best_seconds(lambda: step(model, *size, config.precision), device, repeats=3)
-    return micro_size * flops / seconds / compute
+        model = build(shape, vocab_size=vocab_size)
+        tokens = torch.zeros(micro_size, config.data.block_size, dtype=torch.int64)
+    if config.precision == "64-true":
+        model = model.double()
+    batch = tokens, tokens
+
+    def work() -> None:
+        step(model, batch, trained.loss, config.precision)
+
+    return micro_size * flops / best_seconds(work, device, repeats=3) / compute
 
 
 def table(speeds: Sequence[Speed], hosts: Sequence[str]) -> list[dict[str, Any]]:

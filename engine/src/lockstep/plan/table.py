@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
+from typing import Any
 
-from lockstep.cluster.hardware import GB, TERA
-from lockstep.cluster.memory import Memory
-from lockstep.cluster.prediction import TOKENS_PER_PARAMETER, Plan
-from lockstep.cluster.step_time import ring_seconds, simple_seconds
+from lockstep.plan.hardware import GB, TERA
+from lockstep.plan.memory import Memory
+from lockstep.plan.prediction import TOKENS_PER_PARAMETER, Plan
+from lockstep.plan.step_time import ring_seconds, simple_seconds
 from lockstep.settings import counted
 
 # For each unit: the end of its range and its own length, both in seconds, and its name.
@@ -38,13 +39,9 @@ def as_text(plan: Plan) -> str:
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     device = plan.hardware
-    yield (
-        "model",
-        f"{plan.parameters:,} parameters, vocabulary of {plan.vocab_size:,}, context of "
-        f"{plan.block_size:,}, {plan.flops_per_token / GB:.3g} GFLOP per token",
-    )
-    if plan.vocabulary:
-        yield "vocabulary", plan.vocabulary
+    yield "model", _model(plan)
+    if plan.tokens and plan.tokens.vocabulary:
+        yield "vocabulary", plan.tokens.vocabulary
     yield (
         "device",
         f"{device.name}: {device.flops(plan.precision) / TERA:.4g} TFLOP/s in {plan.precision}, "
@@ -60,36 +57,51 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "measured" if device.measured else "assumed",
         f"{device.utilisation:.3g} of the peak in forward and backward, but at least "
-        f"{device.launch * 1e3:.2g} ms per layer and micro-batch, "
+        f"{device.kernel_seconds * 1e6:.2g} us per kernel, {plan.kernels:,} in each micro-batch, "
         f"{device.memory_share:.2g} of the memory's rate in updates, "
         f"{device.link_efficiency:.2g} of the links' rate, "
         f"{device.context / GB:.2g} GB for the device's context, "
         f"{device.disk / GB:.2g} GB/s to the disk",
     )
-    yield "tokens", _tokens(plan)
+    if plan.samples is not None:
+        yield from _budget(plan, plan.samples)
     yield from _exchange(plan)
     yield from _pauses(plan)
     for note in plan.notes:
         yield "note", note
 
 
-def _tokens(plan: Plan) -> str:
-    point = f"the Chinchilla point, {TOKENS_PER_PARAMETER} per parameter"
-    source = "(Hoffmann et al. 2022)"
-    if plan.budget:
-        return (
-            f"{amount(plan.tokens)}, {plan.budget}; {point}, is {amount(plan.chinchilla_tokens)} "
-            f"{source}"
-        )
+def _model(plan: Plan) -> str:
+    size = f"{plan.parameters:,} parameters, "
+    if plan.tokens is None:
+        return f"{size}{plan.flops / GB:.3g} GFLOP per sample"
+    flops = plan.flops / plan.tokens.per_sample
     return (
-        f"{amount(plan.tokens)}, {point} {source}, because neither the command nor its experiment "
-        "sets max_steps"
+        f"{size}vocabulary of {plan.tokens.vocab_size:,}, context of {plan.tokens.per_sample:,}, "
+        f"{flops / GB:.3g} GFLOP per token"
     )
+
+
+def _budget(plan: Plan, samples: float) -> Iterator[tuple[str, str]]:
+    if plan.tokens is None:
+        yield "samples", amount(samples)
+        return
+    tokens = amount(samples * plan.tokens.per_sample)
+    point = f"the Chinchilla point, {TOKENS_PER_PARAMETER} per parameter"
+    ideal = amount(TOKENS_PER_PARAMETER * plan.parameters)
+    source = "(Hoffmann et al. 2022)"
+    if plan.tokens.budget:
+        yield "tokens", f"{tokens}, {plan.tokens.budget}; {point}, is {ideal} {source}"
+        return
+    unset = "because neither the command nor its experiment sets max_steps"
+    yield "tokens", f"{tokens}, {point} {source}, {unset}"
 
 
 def _pauses(plan: Plan) -> Iterator[tuple[str, str]]:
     for row in plan.rows[-1:]:  # most devices, which have the largest share
         pauses = row.pauses
+        if pauses is None:
+            continue
         one = "of unknown length, because val_tokens is null"
         if pauses.validation is not None:
             one = f"of {pauses.validation:.2g} s"
@@ -147,7 +159,7 @@ _NOT_MODELLED = [
 
 def _parts(plan: Plan) -> list[str]:
     """Return the parts of memory; rare ones only if this plan has them."""
-    rare = ("buckets", "gathered")
+    rare = ("buckets", "gathered", "sums")
     present = {part for part in rare for row in plan.rows if getattr(row.memory, part)}
     return [part for part in PARTS if part not in rare or part in present]
 
@@ -191,31 +203,46 @@ def _remedies(plan: Plan, unit: float, name: str) -> Iterator[str]:
 
 
 def _time_head(plan: Plan) -> list[str]:
-    batch = ["devices", "micro x accum. = batch", "lr"]
     exchange = "all-reduce" if plan.buckets else "gather+scatter"
     parts = ["compute", "optimizer", "data", exchange, "by", "exposed", "step"]
-    price = [] if plan.rows[0].cost is None else ["cost"]
-    return [*batch, *parts, "tokens/s", "efficiency", "time", "val+save", *price]
+    unit = "tokens/s" if plan.tokens else "samples/s"
+    return [
+        *("devices", "micro x accum. = batch"),
+        *_if(plan.rows[0].lr, "lr"),
+        *(*parts, unit, "efficiency"),
+        *_if(plan.rows[0].seconds, "time"),
+        *_if(plan.rows[0].pauses, "val+save"),
+        *_if(plan.rows[0].cost, "cost"),
+    ]
+
+
+def _if(value: Any, *cells: str) -> tuple[str, ...]:
+    """Return the cells of a column that a plan has only with this value."""
+    return () if value is None else cells
 
 
 def _time_rows(plan: Plan) -> Iterator[list[str]]:
+    per_sample = plan.tokens.per_sample if plan.tokens else 1
     for row in plan.rows:
         time = row.time
         batch = row.batch
-        cost = [] if row.cost is None else [_cost(row.cost)]
-        yield [
+        cells = [
             str(batch.world_size),
             f"{batch.micro_size} x {batch.accumulation} = {batch.global_size}",
-            f"{row.lr:.3g}",
-            *map(_milliseconds, (time.compute, time.optimizer, time.data, time.all_reduce)),
-            time.algorithm or "-",
-            *map(_milliseconds, (time.exposed, time.total)),
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.efficiency:.1%}",
-            span(row.seconds),
-            f"{row.pauses.share(row.seconds):.1%}",
-            *cost,
         ]
+        if row.lr is not None:
+            cells.append(f"{row.lr:.3g}")
+        cells += map(_milliseconds, (time.compute, time.optimizer, time.data, time.all_reduce))
+        cells.append(time.algorithm or "-")
+        cells += map(_milliseconds, (time.exposed, time.total))
+        cells += [f"{row.samples_per_second * per_sample:,.0f}", f"{row.efficiency:.1%}"]
+        if row.seconds is not None:
+            cells.append(span(row.seconds))
+            if row.pauses is not None:
+                cells.append(f"{row.pauses.share(row.seconds):.1%}")
+        if row.cost is not None:
+            cells.append(_cost(row.cost))
+        yield cells
 
 
 def amount(count: float) -> str:

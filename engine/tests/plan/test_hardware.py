@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.cluster.hardware import (
+from lockstep.errors import UserError
+from lockstep.plan.hardware import (
     HARDWARE,
     LINKS,
     Hardware,
     find_hardware,
     find_link,
 )
-from lockstep.errors import UserError
 from lockstep.ranks.peaks import peak_of
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lockstep.cluster.choices import is_sharded
-from lockstep.muon.optimizer import Muon
 from lockstep.muon.orthogonalization import flops_of
 from lockstep.muon.owned import SHORT, owners_of
 
-SIZES = {"float32": 4, "bfloat16": 2}  # bytes
+BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -34,21 +30,30 @@ class Sharing:
     matrix_elements: int = 0  # of all these
 
     @classmethod
-    def of(cls, config: DictConfig, model: nn.Module) -> Sharing | None:
-        """Return how `config` shards `model`; None if every rank stores the whole model."""
-        strategy = config.strategy
-        if not is_sharded(config):
-            return None
-        blocks = [_elements(block) for block in getattr(model, "blocks", ())]
-        matrices = muon_matrices(config, model)
+    def of(
+        cls,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        matrices: Sequence[Tensor],
+        settings: Mapping[str, Any],
+    ) -> Sharing:
+        """Return how `lockstep.FSDP2` shards a model.
+
+        Args:
+            model: whose states are sharded.
+            blocks: its units.
+            matrices: that Muon updates.
+            settings: arguments of `lockstep.FSDP2`.
+        """
+        sizes = [_elements(block) for block in blocks]
         return cls(
-            blocks=len(blocks),
-            block=max(blocks, default=0),
-            rest=_elements(model) - sum(blocks),
-            reshards=strategy.get("reshard_after_forward", True),
-            gathered_size=SIZES[strategy.get("param_dtype", "float32")],
-            reduced_size=SIZES[strategy.get("reduce_dtype", "float32")],
-            adds_whole=not strategy.get("reduce_each", False),
+            blocks=len(sizes),
+            block=max(sizes, default=0),
+            rest=_elements(model) - sum(sizes),
+            reshards=settings.get("reshard_after_forward", True),
+            gathered_size=BYTES[settings.get("param_dtype", "float32")],
+            reduced_size=BYTES[settings.get("reduce_dtype", "float32")],
+            adds_whole=not settings.get("reduce_each", False),
             matrices=len(matrices),
             matrix_elements=sum(matrix.numel() for matrix in matrices),
         )
@@ -73,12 +78,12 @@ class Ownership:
     size: int  # bytes per number of the momentum
 
     @classmethod
-    def of(cls, config: DictConfig, model: nn.Module) -> Ownership | None:
-        """Return how ranks share the matrices of `model`; None if they don't."""
-        matrices = [each for each in muon_matrices(config, model) if min(each.shape) > SHORT]
-        if is_sharded(config) or not matrices:
+    def of(cls, matrices: Sequence[Tensor]) -> Ownership | None:
+        """Return how ranks share the matrices; None if they are too small for that."""
+        shared = [matrix for matrix in matrices if min(matrix.shape) > SHORT]
+        if not shared:
             return None
-        return cls(tuple(tuple(matrix.shape) for matrix in matrices), matrices[0].itemsize)
+        return cls(tuple(tuple(matrix.shape) for matrix in shared), shared[0].itemsize)
 
     @property
     def updates(self) -> int:
@@ -100,18 +105,6 @@ class Ownership:
         for shape, owner in zip(self.shapes, owners_of(self.shapes, world_size), strict=True):
             sums[owner] += size(shape)
         return sums
-
-
-def optimizer_of(node: DictConfig, model: nn.Module) -> Optimizer:
-    """Return the optimizer of a model that a configuration's `optim` names."""
-    optimizer: Optimizer = instantiate(node)(model.named_parameters(), lr=node.lr)
-    return optimizer
-
-
-def muon_matrices(config: DictConfig, model: nn.Module) -> list[Tensor]:
-    """Return the matrices that Muon orthogonalizes; none under another optimizer."""
-    optimizer = optimizer_of(config.optim, model)
-    return list(optimizer.matrices) if isinstance(optimizer, Muon) else []
 
 
 def _elements(module: nn.Module) -> int:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.batch import Batch
-from lockstep.cluster.hardware import Hardware, Link
-from lockstep.cluster.memory import States
-from lockstep.cluster.sharing import Ownership, Sharing
+from lockstep.plan.hardware import Hardware, Link
+from lockstep.plan.sharing import Ownership, Sharing
+from lockstep.plan.training import States
 from lockstep.ranks.peaks import in_form
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early
 BACKWARD_SHARE = 2 / 3  # backward's part of both passes (Kaplan et al. 2020, section 2.1)
-BYTES_PER_TOKEN = 2 * 8  # the token and its target, both int64
 PRODUCT_SIZE = 2  # bytes per element in Muon's products: bfloat16 on GPUs
 
 
@@ -182,9 +181,9 @@ def exposed_seconds(sizes: Sequence[int], seconds: Sequence[float], backward: fl
 class Work:
     """The work of a run, for any number of devices."""
 
-    layers: int
-    block_size: int  # tokens of a sample
-    flops_per_token: int
+    kernels: int  # of a micro-batch's forward and backward
+    flops: int  # of a sample
+    bytes_read: int  # of a sample, from the host
     gradients: list[int]  # bytes of each parameter's gradient, in the model's order
     states: States
     precision: str
@@ -194,7 +193,7 @@ class Work:
     muon_flops: int = 0  # of Muon's products in an update
     sharing: Sharing | None = None  # None: each rank stores the whole model
     ownership: Ownership | None = None  # of Muon's matrices, if each rank stores the whole model
-    tensor_sums: int = 0  # bytes that tensor ranks add up for each token, one block after another
+    tensor_sums: int = 0  # bytes that tensor ranks add up for a sample, one block after another
 
 
 def step_time(work: Work, batch: Batch, hardware: Hardware) -> StepTime:
@@ -203,10 +202,10 @@ def step_time(work: Work, batch: Batch, hardware: Hardware) -> StepTime:
     Forward and backward take their operations over the speed that is reached, which is the peak of
     the precision times the utilization, or as long as the host needs to start their kernels.
     """
-    tokens = batch.micro_size * work.block_size
+    samples = batch.micro_size
     speed = hardware.flops(work.precision) * hardware.utilisation
-    operations = tokens * work.flops_per_token / batch.tensor_parallel
-    micro_step = max(operations / speed, work.layers * hardware.launch)
+    operations = samples * work.flops / batch.tensor_parallel
+    micro_step = max(operations / speed, work.kernels * hardware.kernel_seconds)
     compute = batch.accumulation * micro_step
     moved = update_seconds(work, hardware)
     products = muon_seconds(work, hardware)
@@ -224,7 +223,7 @@ def step_time(work: Work, batch: Batch, hardware: Hardware) -> StepTime:
         exposed += matrices
         algorithm = RING
         if work.tensor_sums:
-            sums = batch.accumulation * tensor_seconds(tokens * work.tensor_sums, batch, hardware)
+            sums = batch.accumulation * tensor_seconds(samples * work.tensor_sums, batch, hardware)
             exchange += sums
             exposed += sums  # nothing is computed meanwhile
         # Each tensor rank orthogonalizes whole matrices.
@@ -243,7 +242,7 @@ def step_time(work: Work, batch: Batch, hardware: Hardware) -> StepTime:
         algorithm=algorithm,
         exposed=exposed,
         optimizer=update,
-        data=batch.accumulation * tokens * BYTES_PER_TOKEN / hardware.host_link.bandwidth,
+        data=batch.accumulation * samples * work.bytes_read / hardware.host_link.bandwidth,
     )
 
 

@@ -3,13 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from lockstep_gpt.gpt import GPT
 
 from lockstep.batch import Batch
-from lockstep.cluster.hardware import GB, HARDWARE, LINKS
-from lockstep.cluster.memory import States
-from lockstep.cluster.sharing import Ownership, Sharing
-from lockstep.cluster.step_time import (
+from lockstep.plan.counting import Uninitialized
+from lockstep.plan.hardware import GB, HARDWARE, LINKS
+from lockstep.plan.sharing import Ownership, Sharing
+from lockstep.plan.step_time import (
     MIB,
     Work,
     all_reduce_seconds,
@@ -19,13 +19,13 @@ from lockstep.cluster.step_time import (
     simple_seconds,
     step_time,
 )
-from lockstep.cluster.tracing import shaped
+from lockstep.plan.training import States
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
 WORK = Work(
-    layers=12,
-    block_size=1024,
-    flops_per_token=10**9,
+    kernels=840,
+    flops=1024 * 10**9,
+    bytes_read=1024 * 16,
     gradients=[40 * MIB] * 4,
     states=States(160 * MIB, 160 * MIB, 320 * MIB),
     precision="bf16-mixed",
@@ -100,10 +100,8 @@ MODELS = {  # layers, heads, width, context; parameters; buckets: one of 1 MiB, 
 def exchange_of(shape, devices, hardware):
     """Return the number of buckets of a model, and the seconds of all its all-reduces."""
     layers, heads, width, context = shape
-    sizes = {"block_size": context, "n_layer": layers, "n_head": heads, "n_embd": width}
-    config = OmegaConf.create({"_target_": "lockstep_gpt.gpt.GPT", **sizes})
-    with torch.device("meta"):
-        model = shaped(config, 50257, "32-true")
+    with torch.device("meta"), Uninitialized():
+        model = GPT(50257, context, layers, heads, width)
     sizes = buckets([weight.nbytes for weight in model.parameters()], cap_mb=25)
     batch = spread(8, nodes=devices // 8)
     return len(sizes), sum(all_reduce_seconds(size, batch, hardware)[0] for size in sizes)
@@ -246,11 +244,11 @@ def test_half_precision_on_the_way_halves_the_exchange():
 
 def test_a_small_micro_batch_takes_as_long_as_the_host_starts_its_kernels():
     small, split = (
-        step_time(replace(WORK, flops_per_token=1000), spread(1, accumulation=count), IDEAL)
+        step_time(replace(WORK, flops=1000), spread(1, accumulation=count), IDEAL)
         for count in (1, 4)
     )
-    assert small.compute == pytest.approx(12 * 0.3e-3)
-    assert split.compute == pytest.approx(4 * 12 * 0.3e-3)
+    assert small.compute == pytest.approx(840 * 4.3e-6)
+    assert split.compute == pytest.approx(4 * 840 * 4.3e-6)
 
 
 def test_an_update_moves_weights_gradients_and_moments_through_memory():

@@ -86,9 +86,9 @@ class Hardware:
     # Assumed: the fraction of the dense peak that forward and backward reach (the "model FLOPs
     # utilization" of Chowdhery et al. 2022, appendix B). An H200 reached 0.41 with gpt2_124m.
     utilisation: float = 0.4
-    # Assumed: seconds in which the host starts the kernels of a layer's forward and backward, in
-    # eager mode about 50 of 6 us. Small micro-batches take no less.
-    launch: float = 0.3e-3
+    # Assumed: seconds in which the host starts a kernel, of which a layer of GPT-2 has about 70 in
+    # forward and backward, in eager mode. Small micro-batches take no less.
+    kernel_seconds: float = 4.3e-6
     # Assumed: the fraction of the memory's bandwidth that an update reaches.
     memory_share: float = 0.7
     # Assumed: the fraction of a link's line rate that a collective's payload reaches.

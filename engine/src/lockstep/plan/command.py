@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.cluster.choices import trains_language_model
-from lockstep.cluster.hardware import (
-    Hardware,
-    find_hardware,
-    find_link,
-)
 from lockstep.errors import UserError
 from lockstep.launch import flags, hydra_job, targets
 from lockstep.launch.main import training
+from lockstep.plan.hardware import HARDWARE, LINKS, Hardware, find_hardware, find_link
 
 if TYPE_CHECKING:
-    from lockstep.cluster.prediction import Plan
+    from lockstep.plan.prediction import Plan
 
 # Size of GPT-2's vocabulary (Radford et al. 2019, section 2.3), and the presets named after the
 # size of their models with it; modern presets are named after the size without a separate head.
@@ -36,9 +32,8 @@ OF_GPT2 = {
     *("modern_124m", "modern_350m", "modern_1b"),
 }
 OF_DATA = {"data", "tokenizer", "val_tokens"}  # settings of the tokens
-SHAPE = ("block_size", "n_layer", "n_embd")  # of a model that can be planned
 WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
-HELP = """usage: PROGRAM plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+HELP = f"""usage: PROGRAM plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Predict memory, step time, scaling, time, and cost of a run, for several numbers of devices.
 It accepts the settings of PROGRAM train, and these flags:
@@ -90,48 +85,58 @@ def main(arguments: list[str]) -> int:
 def _checked(config: DictConfig) -> tuple[DictConfig, Chosen]:
     """Return a configuration that can be planned, and what was chosen for it."""
     targets.refuse_mistakes(hydra_job.values_to_freeze(config), {"*": ("*",)})
-    if not trains_language_model(config):
-        raise UserError(
-            "plan predicts runs whose model and optim are nodes with a _target_; one is missing"
-        )
-    lacking = [name for name in SHAPE if name not in config.model]
-    if lacking:
-        raise UserError(
-            f"plan varies model.{lacking[0]}, which {config.model['_target_']} lacks; choose "
-            "another model, such as model=gpt2"
-        )
     return config, Chosen.now()
 
 
 def _plan(config: DictConfig, chosen: Chosen, hardware: Hardware, options: Any) -> Plan:
-    from lockstep.cluster.prediction import predict, vocabulary
+    from lockstep.plan import experiment
 
-    size = chosen.vocabulary()
-    whose = f"that of data={chosen.source}"
-    if size:
-        whose = (
-            f"GPT-2's, because model={chosen.model} is, and no data is chosen; data=... plans "
-            f"for yours ({vocabulary(config.data)} with data={chosen.source})"
+    if not experiment.trains_language_model(config):
+        raise UserError(
+            "plan predicts runs whose model and optim are nodes with a _target_, and whose data "
+            "has a block_size; one is missing: call lockstep.plan.predict in Python"
         )
-    tokens: float | None = options.tokens
-    source = ""
-    if tokens:
-        source = "by --tokens"
-    elif chosen.budget:
-        tokens, source = budget(config)
-    plan = predict(
+    vocab_size, vocabulary = _vocabulary(config, chosen, experiment.vocabulary)
+    samples, budget = _budget(config, chosen, options.tokens)
+    plan = experiment.predicted(
         config,
         hardware,
         options.devices or WORLD_SIZES,
+        vocab_size=vocab_size,
+        samples=samples,
         scaling=options.scaling,
-        tokens=tokens,
         price=options.price,
-        vocab_size=size,
     )
-    plan = replace(plan, vocabulary=whose, budget=source)
+    assert plan.tokens is not None
+    sources = replace(plan.tokens, vocabulary=vocabulary, budget=budget)
+    plan = replace(plan, tokens=sources)
     if plan.rows and not options.devices:
         plan = _without_refused(plan)
     return plan
+
+
+def _vocabulary(
+    config: DictConfig, chosen: Chosen, of_data: Callable[[DictConfig], int]
+) -> tuple[int, str]:
+    """Return the number of token ids, and whose they are."""
+    size = of_data(config.data)
+    if not chosen.implies_gpt2:
+        return size, f"that of data={chosen.source}"
+    line = f"GPT-2's, because model={chosen.model} is, and no data is chosen; "
+    return GPT2_VOCABULARY, f"{line}data=... plans for yours ({size} with data={chosen.source})"
+
+
+def _budget(config: DictConfig, chosen: Chosen, tokens: float | None) -> tuple[float | None, str]:
+    """Return the samples of the run, and where they come from; None: nothing says."""
+    per_sample = config.data.block_size
+    if tokens:
+        return tokens / per_sample, "by --tokens"
+    if not chosen.budget:
+        return None, ""
+    size = config.batch.global_size or config.batch.micro_size or 1
+    whose = "" if config.batch.global_size else ", on one device"
+    line = f"max_steps={config.max_steps} of {size * per_sample:,} tokens{whose}"
+    return config.max_steps * size, line
 
 
 def _without_refused(plan: Plan) -> Plan:
@@ -169,9 +174,10 @@ class Chosen:
         model, source = str(choices.get("model")), str(choices.get("data"))
         return cls(model, source, says_tokens, "max_steps" in names)
 
-    def vocabulary(self) -> int | None:
-        """Return the vocabulary size that the preset implies; None if the data determine it."""
-        return GPT2_VOCABULARY if self.model in OF_GPT2 and not self.data else None
+    @property
+    def implies_gpt2(self) -> bool:
+        """Whether the preset implies GPT-2's vocabulary, because nothing says which tokens."""
+        return self.model in OF_GPT2 and not self.data
 
 
 def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
@@ -190,15 +196,6 @@ def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
                 yield from _names_in(entry, folders)
 
 
-def budget(config: DictConfig) -> tuple[float, str]:
-    """Return the number of tokens of the run, and where it comes from."""
-    samples = config.batch.global_size or config.batch.micro_size or 1
-    whose = "" if config.batch.global_size else ", on one device"
-    tokens = config.max_steps * samples * config.model.block_size
-    line = f"max_steps={config.max_steps} of {samples * config.model.block_size:,} tokens{whose}"
-    return tokens, line
-
-
 def _hardware(options: Any) -> Hardware:
     hardware = find_hardware(options.hardware or "h100")
     changes: dict[str, Any] = {
@@ -214,7 +211,7 @@ def _hardware(options: Any) -> Hardware:
 
 
 def _show(plan: Plan, options: Any) -> None:
-    from lockstep.cluster import table
+    from lockstep.plan import table
 
     if options.json:
         print(json.dumps(_as_json(plan), indent=2))
