@@ -170,6 +170,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     grads[1].addmm_(slope.T, features[chunk])
                 else:
                     grads[1].add_(slope.T @ features[chunk])
+                del slope
+            del logits, log_p  # or the next chunk's exist beside them
         ctx.save_for_backward(*grads)
         ctx.head_dtype = head.dtype
         return loss

@@ -98,7 +98,7 @@ def test_gradients_of_a_resnet_50_take_the_tutorial_s_share_of_a_step(images, gi
 def test_a_resnet_50_keeps_what_its_convolutions_return_twice(images):
     """As the input of a norm, and after the norm as that of the next convolution."""
     outputs = 11.1e6  # of all convolutions (Radosavovic et al. 2020, table 2), in float32
-    line = Activations.of(images, Device("cuda", 80e9)).many
+    *_, line = Activations.of(images, Device("cuda", 80e9)).many
     assert line.slope == pytest.approx(2 * 4 * outputs, rel=0.1)
 
 

@@ -5,8 +5,9 @@ import pytest
 from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.muon.orthogonalization import flops_of
-from lockstep.plan.experiment import predicted, vocabulary
+from lockstep.plan.experiment import predicted, training_of, vocabulary
 from lockstep.plan.hardware import HARDWARE, LINKS
+from lockstep.plan.prediction import can_shard
 from lockstep.schedule import scaled_lr
 
 H100 = HARDWARE["h100"]
@@ -148,7 +149,10 @@ def test_omissions_are_noted(composed, words, note):
 
 def test_linear_scaling_beyond_its_tested_range_is_noted(composed):
     noted = [
-        any("Goyal" in note for note in predicted(composed(), H100, (1, devices), "weak").notes)
+        any(
+            "Goyal" in note
+            for note in predicted(composed(), H100, (1, devices), scaling="weak").notes
+        )
         for devices in (8, 1024)
     ]
     assert noted == [False, True]
@@ -217,7 +221,7 @@ def test_a_misfit_has_remedies(composed):
 @pytest.mark.slow
 def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
-    one, eight = predicted(config, HARDWARE["rtx4090"], (1, 8), "weak", vocab_size=FEW).rows
+    one, eight = predicted(config, HARDWARE["rtx4090"], (1, 8), scaling="weak", vocab_size=FEW).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
 
@@ -228,13 +232,7 @@ def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
 )
 def test_sharding_is_no_remedy_where_it_does_not_work(composed, words, shards):
     config = composed("experiment=smoke", "optim=adamw", "precision=32-true", *words)
-    plan = predicted(config, HARDWARE["h100"], (2,))
-    memory = plan.rows[0].memory
-    # Room for a half of the states, and for the activations, but not for all states.
-    room = memory.total - 0.4 * (memory.weights + memory.gradients + memory.optimizer)
-    small = replace(HARDWARE["h100"], memory=room)
-    (row,) = predicted(config, small, (2,)).rows
-    assert ("strategy=fsdp2" in [remedy.words for remedy in row.remedies]) == shards
+    assert can_shard(training_of(config, 256)) == shards
 
 
 def test_a_fit_has_no_remedy(gpt2):

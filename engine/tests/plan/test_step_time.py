@@ -247,8 +247,8 @@ def test_a_small_micro_batch_takes_as_long_as_the_host_starts_its_kernels():
         step_time(replace(WORK, flops=1000), spread(1, accumulation=count), IDEAL)
         for count in (1, 4)
     )
-    assert small.compute == pytest.approx(840 * 4.3e-6)
-    assert split.compute == pytest.approx(4 * 840 * 4.3e-6)
+    assert small.compute == pytest.approx(840 * 3.9e-6)
+    assert split.compute == pytest.approx(4 * 840 * 3.9e-6)
 
 
 def test_an_update_moves_weights_gradients_and_moments_through_memory():

@@ -88,7 +88,7 @@ class Hardware:
     utilisation: float = 0.4
     # Assumed: seconds in which the host starts a kernel, of which a layer of GPT-2 has about 70 in
     # forward and backward, in eager mode. Small micro-batches take no less.
-    kernel_seconds: float = 4.3e-6
+    kernel_seconds: float = 3.9e-6
     # Assumed: the fraction of the memory's bandwidth that an update reaches.
     memory_share: float = 0.7
     # Assumed: the fraction of a link's line rate that a collective's payload reaches.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from lockstep.batch import Batch, gradient_copies
 from lockstep.errors import UserError
@@ -48,18 +48,21 @@ class Line:
         """Return the bytes for a micro-batch."""
         return self.constant + self.slope * samples
 
+    def most(self, room: float) -> float:
+        """Return the samples that take so many bytes."""
+        return (room - self.constant) // self.slope if self.slope > 0 else math.inf
+
 
 @dataclass(frozen=True)
 class Activations:
-    """What a micro-batch takes: linear in its samples, once activations make the peak.
+    """What a micro-batch takes: the largest of a few lines, one for each moment of a step.
 
-    Our loss of tokens bends the line: it has all logits at once up to a certain micro-batch, and a
-    chunk of them above it.
+    In small micro-batches, gradients or the loss may make the peak, in large ones the blocks. Our
+    loss of tokens has all logits at once up to a certain micro-batch, and a chunk of them above it.
     """
 
-    least: float  # bytes; in small micro-batches, sums of gradients at the end make the peak
-    few: Line  # up to the bend
-    many: Line  # above it
+    few: tuple[Line, ...]  # up to the bend
+    many: tuple[Line, ...]  # above it
     bend: float  # the largest micro-batch with whole logits
     kernels: int  # that a micro-batch starts
     stream: int  # bytes of a sample between two blocks
@@ -68,36 +71,36 @@ class Activations:
     def of(cls, training: Training, device: Device, half_blocks: bool = False) -> Activations:
         """Trace micro-batches of a few sizes."""
 
+        @cache
         def traced(samples: int) -> Traced:
             what = (training.model, training.example, training.loss, samples, training.precision)
             return trace(*what, device, training.units, half_blocks)
 
-        def line(samples: int) -> Line:
-            first, second = (traced(samples + more).peak for more in (0, 1))
-            return Line(first - samples * (second - first), second - first)
+        def lines(*sizes: int) -> tuple[Line, ...]:
+            ends = [(size, traced(size).peak, traced(size + 1).peak) for size in sorted({*sizes})]
+            return tuple(
+                Line(peak - size * (more - peak), more - peak) for size, peak, more in ends
+            )
 
-        least = traced(FEWEST)
-        stream = least.stream // FEWEST
-        if not least.logits or training.precision == "16-mixed":  # whose logits are always whole
-            only = line(MANY)
-            return cls(least.peak, only, only, math.inf, least.kernels, stream)
-        bend = device.whole_logits * FEWEST // least.logits
-        many = line(max(MANY, bend + 1))
-        few = line(min(MANY, bend - 1)) if bend > 1 else many
-        return cls(least.peak, few, many, bend, least.kernels, stream)
+        first = traced(FEWEST)
+        stream = first.stream // FEWEST
+        if not first.logits or training.precision == "16-mixed":  # whose logits are always whole
+            only = lines(FEWEST, MANY)
+            return cls(only, only, math.inf, first.kernels, stream)
+        bend = device.whole_logits * FEWEST // first.logits
+        above = max(FEWEST, bend + 1)
+        many = lines(above, max(above, MANY))
+        few = lines(FEWEST, min(MANY, bend - 1)) if bend > FEWEST else many
+        return cls(few, many, bend, first.kernels, stream)
 
     def at(self, samples: int) -> float:
         """Return the bytes for a micro-batch."""
-        line = self.few if samples <= self.bend else self.many
-        least = self.least - line.slope * max(0, FEWEST - samples)
-        return max(least, line.at(samples))
+        return max(line.at(samples) for line in (self.few if samples <= self.bend else self.many))
 
     def largest(self, room: float) -> int:
         """Return the most samples that fit in so many bytes; 0 if not even one does."""
-        if room < self.least:
-            return int(self.at(1) <= room)
-        many, few = (int((room - each.constant) // each.slope) for each in (self.many, self.few))
-        return many if many > self.bend else int(max(0, min(self.bend, few)))
+        few, many = (min(line.most(room) for line in lines) for lines in (self.few, self.many))
+        return int(many if many > self.bend else max(0, min(self.bend, few)))
 
 
 @dataclass(frozen=True)
