@@ -106,8 +106,9 @@ def test_ranks_of_a_gpu_join_and_wait_with_their_device(composed, monkeypatch, b
     monkeypatch.setattr(dist, "barrier", lambda **rest: given.update(rest))
     monkeypatch.setattr(speed, "measure", lambda *given: given[-1]())  # only waits for the others
     config = composed(f"strategy.process_group_backend={backend}")
+    values = {"strategy": {"process_group_backend": backend}}
     ranks = Ranks(1, 1, 2, 2)
-    examination = Examination(config, {}, ranks, 60, 0.0)
+    examination = Examination(config, values, ranks, 60, 0.0)
     examination.accelerator = "cuda"
     device = torch.device("cuda", 1)
     vocabulary = "lockstep.cluster.examination.vocabulary"

@@ -451,8 +451,8 @@ def set_by(source: Source, words: list[str], choices: Mapping[str, Any], name: s
     for group, choice in choices.items():
         files = [folder / group / f"{choice}.yaml" for folder in folders]
         for file in [file for file in files if file.is_file()][:1]:
-            content = cast(DictConfig, OmegaConf.load(file))
-            if OmegaConf.select(content, name) is not None:
+            content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
+            if name in {setting for setting, _ in flat(content)}:
                 return f"{group}={choice}"
             for entry in content.get("defaults", []):
                 inner = isinstance(entry, str) and set_by(source, words, {group: entry}, name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import project
 from lockstep.errors import UserError
 from lockstep.launch import flags, hydra_job, targets
 from lockstep.launch.main import training
@@ -71,6 +72,7 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.split(arguments)
     if options.scaling not in (None, "strong", "weak"):
         raise UserError(f"--scaling {options.scaling} is not one of strong, weak")
+    project.current().refuse_to_train_nothing()
     hardware = _hardware(options)
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
