@@ -13,7 +13,7 @@ import pytest
 import lockstep
 
 ENGINE = Path(lockstep.__file__).parent
-SCRIPT = Path(__file__).with_name("foreign") / "script/train.py"
+SCRIPT = Path(__file__).with_name("foreign") / "program.py"
 # A folder -> those that are built on it, and that have no use without it.
 BESIDE = {
     "cluster": set(),

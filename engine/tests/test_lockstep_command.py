@@ -11,10 +11,11 @@ import pytest
 
 from lockstep.commands import OF_PACKAGES, OURS
 
-SCRIPT = Path(__file__).with_name("foreign") / "script/train.py"
+SCRIPT = Path(__file__).with_name("foreign") / "program.py"
 OF_SCRIPTS = [name for name in OURS if name not in OF_PACKAGES]
 CPU = {"OMP_NUM_THREADS": "1"}
 FLIP = "+callbacks.flip"
+TRACE = ("+callbacks.trace._target_=lockstep.callbacks.trace.Trace", "+callbacks.trace.every=5")
 FLIPPED = (f"{FLIP}._target_=lockstep.evidence.flips.FlippedBit", f"{FLIP}.step=7")
 
 
@@ -79,7 +80,7 @@ def test_a_setting_that_the_script_lacks_is_refused_before_it_starts(lockstep):
 @pytest.mark.slow
 def test_doctor_checks_machines_without_any_program(lockstep):
     report = json.loads(lockstep("doctor", "trainer=cpu", "trainer.devices=2", "--json").stdout)
-    assert report["ranks"] == 2
+    assert report["world_size"] == 2
     checks = {finding["check"]: finding["status"] for finding in report["findings"]}
     assert checks["collectives"] == checks["ddp step"] == "ok"
     assert "failure" not in checks.values()
@@ -87,7 +88,8 @@ def test_doctor_checks_machines_without_any_program(lockstep):
 
 @pytest.mark.slow
 def test_check_compares_a_script_on_several_numbers_of_ranks(lockstep):
-    printed = lockstep("check", SCRIPT, "--ranks", "1,2", "--steps", "6").stdout
+    logged = ("--log-tolerance", "1e-6")  # its validation loss is a mean of self.log
+    printed = lockstep("check", SCRIPT, "--ranks", "1,2", "--steps", "6", *logged).stdout
     hashes = re.findall(r"ranks? +([0-9a-f]{12}) ", printed)
     assert len(hashes) == 2
     assert len({*hashes}) == 1
@@ -96,7 +98,7 @@ def test_check_compares_a_script_on_several_numbers_of_ranks(lockstep):
 
 @pytest.mark.slow
 def test_drill_breaks_a_script_s_runs_and_each_ends_as_promised(lockstep):
-    printed = lockstep("drill", SCRIPT, "--steps", "30", "--faults", "2").stdout
+    printed = lockstep("drill", SCRIPT, "--steps", "40", "--faults", "2").stdout
     outcomes = re.findall(r"^  (ok|FAILED)  ", printed, re.MULTILINE)
     assert outcomes == ["ok"] * 9
     assert printed.count(" 0 differing weights") == 5
@@ -109,7 +111,7 @@ def test_verify_confirms_a_script_s_run_and_names_a_flipped_bit(lockstep, train,
     assert result["verdict"] == "equal"
     assert result["compared"]["steps of trace.csv"] == {"equal": 10, "of": 10}
     flip = [*FLIPPED, f"{FLIP}.kind=weight", f"{FLIP}.note=note"]
-    train("run_dir=flipped", *flip)
+    train("run_dir=flipped", *flip, *TRACE)  # after the flip, so that it sees what the model does
     line = lockstep("verify", SCRIPT, "flipped", status=1).stdout.splitlines()[-1]
     assert line.startswith(f"different: step 8: {(tmp_path / 'note').read_text()}")
 
@@ -122,7 +124,7 @@ def test_compare_trains_pairs_of_a_script_and_tells_the_verdict_as_json(lockstep
     (variant,) = comparison["variants"]
     assert variant["answer"] == "better"
     assert variant["high"] < 0
-    assert variant["seeds"] == [1, 2, 3, 4]
+    assert len(variant["seeds"]) >= 4
     assert "nats" not in variant["verdict"]
     assert variant["verdict"] in done.stderr
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 from lockstep import commands, configs, project
 from lockstep.errors import UserError
 from lockstep.exits import Exit
-from lockstep.launch.script import project_of
+from lockstep.launch.script import begin
 from lockstep.project import Project
 from lockstep.versions import VERSION
 
@@ -34,7 +34,7 @@ def run() -> NoReturn:
     project.begin(MACHINES)
     if len(words) > 1 and words[1].endswith(".py"):
         try:
-            project.begin(project_of(Path(words.pop(1))))
+            begin(Path(words.pop(1)))
         except UserError as error:
             print(f"lockstep {words[0]}: {error}", file=sys.stderr)
             sys.exit(Exit.MISTAKE)

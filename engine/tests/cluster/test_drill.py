@@ -69,6 +69,12 @@ def test_a_wrong_setting_is_reported_before_anything_else(drill):
     assert len(done.stdout.splitlines()) == 3
 
 
+def test_too_few_steps_are_refused(drill):
+    done = drill("--steps", "39", limit=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--steps=39 are too few for a state in memory" in done.stderr
+
+
 def test_one_fault_is_reported_in_the_singular():
     assert shocks(1) == "1 kill or stop of a rank"
     assert shocks(2) == "2 kills and stops of ranks"

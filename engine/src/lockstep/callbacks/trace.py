@@ -19,6 +19,7 @@ from lockstep.ranks.ranks import tensors_of_ranks
 from lockstep.run.run import Run
 from lockstep.settings import check_whole
 from lockstep.strategies.bit_sums import bit_sum
+from lockstep.strategies.gradient_norms import norm_of_gradients
 
 
 class Trace(StepCallback):
@@ -33,6 +34,7 @@ class Trace(StepCallback):
         self.directory = Run.current().directory
         self.every = every
         self._batch: Any = None
+        self._own_norm: Tensor | None = None
         self._micro_batches: list[Bits] = []  # of the current step, on this rank
         self._steps: dict[int, Tensor] = {}  # step -> its bits on this rank, not written yet
 
@@ -40,6 +42,8 @@ class Trace(StepCallback):
         """Continue the file, and watch the gradients."""
         super().on_train_start(trainer, pl_module)
         refuse_without_replicas(trainer, "Trace")
+        clipping = [each for each in trainer.callbacks if isinstance(each, ClipAndSkip)]
+        self._clipping = clipping[0] if clipping else None
         self._bits = GradientBits(pl_module)
         self._file = TraceFile(self.directory, self._bits.named)
         if trainer.is_global_zero:
@@ -65,11 +69,18 @@ class Trace(StepCallback):
         """Take the bits of the micro-batch."""
         self._micro_batches.append(self._bits.take(self._batch, self._loss))
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Measure the gradient, unless a callback does it that clips it, too."""
+        if self._clipping is None:
+            self._own_norm = norm_of_gradients(self._bits.named.values())
+
     def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
         """Keep the bits of the step; write those so far if a row of the log is due."""
         micro_batches = torch.stack(self._micro_batches)  # (A, 2 + tensors)
         gradients = micro_batches[:, 2:]
-        parts = [bit_sum(self._norm(trainer))[None], *micro_batches[:, :2].T]
+        norm = self._own_norm if self._clipping is None else self._clipping.norm
+        assert norm is not None
+        parts = [bit_sum(norm)[None], *micro_batches[:, :2].T]
         tensors = [gradients.sum(dim=0), self._memory]
         self._steps[step] = torch.cat([*parts, gradients.sum(dim=1), *tensors])
         if step % self.every == 0 or step == trainer.max_steps:
@@ -87,11 +98,6 @@ class Trace(StepCallback):
         """Stop watching."""
         if hasattr(self, "_bits"):
             self._bits.stop()
-
-    def _norm(self, trainer: Any) -> Tensor:
-        clipping = next(each for each in trainer.callbacks if isinstance(each, ClipAndSkip))
-        assert clipping.norm is not None
-        return clipping.norm
 
     def _sums_of_memory(self, trainer: Any) -> Tensor:
         """Return the sums of the bits of all weights, then of the optimizer's state of each."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep import project
 from lockstep.cluster.small_runs import LIMIT, SmallRuns
+from lockstep.errors import UserError
 from lockstep.launch import flags, hydra_job
 from lockstep.launch.flags import count
 from lockstep.launch.main import training
@@ -31,13 +32,14 @@ from lockstep.testing.results import rows_of
 if TYPE_CHECKING:
     import torch
 
-LOG_STEPS = 3  # from one row to the next: most runs stop between two
+LOG_STEPS = 3  # from one row to the next, which is written before the one after it
 PAUSES = 5  # of a run that is to be stopped: a fast one would be done
 # `++` also adds a setting that the program's YAML files leave to a default.
 SETTINGS = ["++checkpoint.every=10", "++checkpoint.keep_last=3", "++launch.max_restarts=99"]
 STALL_AFTER = 5  # seconds
 OF_MEMORY = ("kills between checkpoints", "a flipped bit on the disk")  # which need its setting
 MEMORY_EVERY = 5  # steps between states in memory
+LEAST_STEPS = 8 * MEMORY_EVERY
 SHARES_LEFT = 6.5  # time of all other runs together, in multiples of an undisturbed run's time
 RESTART_SECONDS = 5
 FROM_MEMORY = re.compile(r"continues from step (\d+), kept in memory")
@@ -54,6 +56,11 @@ class Outcome(NamedTuple):
 def main(arguments: list[str]) -> int:
     """Run all drills and print their table; return 1 if any drill fails."""
     options, overrides = _parser().parse_known_args(arguments)
+    if options.steps < LEAST_STEPS:
+        raise UserError(
+            f"--steps={options.steps} are too few for a state in memory before the first kill; "
+            f"give at least {LEAST_STEPS}"
+        )
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         drill = Drill(Path(folder), options, overrides)
         size = f"{counted(options.ranks, 'rank')}, {counted(options.steps, 'step')} each"
@@ -194,7 +201,7 @@ class Drill(SmallRuns):
         """Send SIGKILL to the command: no process outlives it, and the run resumes."""
         at = self.steps // 3
         process = self.start("orphan", *self._hanging("orphan", at))
-        self.wait_for_step("orphan", at - LOG_STEPS, process)
+        self.wait_for_step("orphan", at - 2 * LOG_STEPS, process)
         process.kill()
         process.communicate()
         orphans = self.gone("orphan")
@@ -208,7 +215,7 @@ class Drill(SmallRuns):
         at = self.steps // 3
         pauses = [f"{at + more}:0:pause" for more in range(PAUSES)]
         process = self.start("stopped", *self._faults("stopped", pauses))
-        self.wait_for_step("stopped", at - LOG_STEPS, process)
+        self.wait_for_step("stopped", at - 2 * LOG_STEPS, process)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT)

@@ -60,7 +60,7 @@ def measure_of(name: str, has_tokens: bool = True) -> Measure:
     """
     if name == "val_loss":
         unit = " nats" if has_tokens else ""
-        return Measure(name, unit, lower_is_better=True, read=_of_summary(name))
+        return Measure(name, unit, lower_is_better=True, read=_validation_loss)
     if name == "tokens_per_second":
         return Measure(name, " tokens/s", lower_is_better=False, read=_of_summary(name))
     if name.startswith(SECONDS_TO):
@@ -76,6 +76,12 @@ def _target_of(name: str) -> float:
     except ValueError:
         raise UserError(f"--measure {name}: {text!r} is not a loss; write seconds_to=1.5") from None
     return target
+
+
+def _validation_loss(run: RunDirectory) -> float:
+    """Return the last one, also if a module has logged it by itself."""
+    value = _of_summary("val_loss")(run)
+    return value if math.isfinite(value) else _last_of_column("val/loss")(run)
 
 
 def _of_summary(name: str) -> Callable[[RunDirectory], float]:

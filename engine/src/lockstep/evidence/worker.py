@@ -9,8 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from lockstep import commands, processes, project, stop_signals
-from lockstep.launch.script import project_of
+from lockstep import commands, processes, stop_signals
+from lockstep.launch.script import begin
 
 
 def main(parent: str, program: str) -> None:
@@ -22,7 +22,7 @@ def main(parent: str, program: str) -> None:
     """
     processes.end_with_parent(int(parent))
     if program.endswith(".py"):
-        project.begin(project_of(Path(program)))
+        begin(Path(program))
     else:
         importlib.import_module(program)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # between two runs

@@ -6,13 +6,25 @@ The script isn't imported, which would take seconds: its text says where its set
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep import project
 from lockstep.errors import UserError
 from lockstep.project import Project
 
 ARGUMENTS = ("config_path", "config_name")  # of `lockstep.main`
+
+
+def begin(script: Path) -> None:
+    """Make a script the project of this process, which finds the modules beside it.
+
+    Raises:
+        UserError: it is no program; see `project_of`.
+    """
+    project.begin(project_of(script))
+    sys.path.insert(0, str(script.resolve().parent))  # as for a script that is run
 
 
 def project_of(script: Path) -> Project:

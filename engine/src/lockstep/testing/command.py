@@ -19,6 +19,8 @@ differs, the first step, the first tensor, and the likeliest cause are shown; ex
   --steps N          steps of each run (default: those of the experiment)
   --tolerance X      how far values may be apart, relative to the largest one of the tensor or of
                      the column (default: bits must be equal, with batch.exact_micro_size)
+  --log-tolerance X  the same for columns of metrics.csv that self.log has reduced; the sums of its
+                     float32 numbers depend on the order of ranks (default: as --tolerance)
   --kill-after STEP  also kill a rank after a step, and the whole command one step later
 
 Settings go to PROGRAM train.{defaults}
@@ -37,6 +39,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
     parser.add_argument("--steps", type=flags.count)
     parser.add_argument("--tolerance", type=flags.above_zero)
+    parser.add_argument("--log-tolerance", type=flags.above_zero)
     parser.add_argument("--kill-after", type=flags.count)
     options, overrides = parser.split(arguments)
     for word in overrides:
@@ -56,6 +59,7 @@ def main(arguments: list[str]) -> int:
             options.tolerance,
             options.kill_after,
             lambda line: print(line, flush=True),
+            options.log_tolerance,
         )
     except FailedRunError as failure:
         error = UserError if failure.status == UserError.status else RunError

@@ -1,16 +1,11 @@
 """A program of someone who has Lightning's parts, and no package: captions of images."""
 
-import sys
-from pathlib import Path
-
 import torch
 
 import lockstep
 
-sys.path.append(str(Path(__file__).parents[1]))  # the experiment's own modules
 
-
-@lockstep.main("configs", config_name="train")
+@lockstep.main("program", config_name="train")
 def main(cfg, run):
     batch = lockstep.build(cfg.batch).spread_over(run.ranks)
     torch.manual_seed(cfg.seed)
