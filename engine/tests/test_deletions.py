@@ -23,7 +23,7 @@ BESIDE = {
     "mixtures": set(),
     "pages": set(),
     "plan": {"cluster"},  # the doctor measures what a plan assumes
-    "testing": {"cluster"},  # a drill compares runs as a check does
+    "testing": set(),
     "tokens": {"evaluation", "hub", "mixtures"},
 }
 TRAINING = ("launch.inline=true", "max_steps=2", "run_dir=run")

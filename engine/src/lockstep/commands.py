@@ -37,7 +37,7 @@ OURS = {
     "check": Command("lockstep.testing.command:main", "compare runs on 1, 2, 4 ranks", True),
     "plan": Command("lockstep.plan.command:main", "predict memory, time, cost", True),
     "doctor": Command("lockstep.cluster.doctor:main", "check these machines", True),
-    "drill": Command("lockstep.cluster.drill:main", "break small runs on purpose", True),
+    "drill": Command("lockstep.testing.drill:main", "break small runs on purpose", True),
     "compare": Command("lockstep.evidence.compare:main", "train in pairs, judge", False),
     "verify": Command("lockstep.evidence.verify:main", "compute steps again", False),
     "panel": Command("lockstep.pages.panel:main", "show a run's all-reduces", False),

@@ -1,1 +1,1 @@
-"""Checks the machines, and breaks small runs on purpose."""
+"""Checks the machines: the `doctor`."""

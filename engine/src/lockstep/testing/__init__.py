@@ -1,4 +1,7 @@
-"""The promise as a test of any experiment: neither devices nor kills change its results."""
+"""The promise as a test of any experiment: neither devices nor kills change its results.
+
+`drill` breaks its runs on purpose.
+"""
 
 from lockstep.testing.assertion import assert_lockstep
 from lockstep.testing.composition import assert_composes, choices

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from lockstep.cluster.drill import shocks
+from lockstep.testing.drill import shocks
 
 DRILLS = [
     "a run without faults",

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep import project
-from lockstep.cluster.small_runs import LIMIT, SmallRuns
 from lockstep.errors import UserError
 from lockstep.launch import flags, hydra_job
 from lockstep.launch.flags import count
@@ -28,6 +27,7 @@ from lockstep.launch.main import training
 from lockstep.settings import counted
 from lockstep.testing.experiment import callback
 from lockstep.testing.results import rows_of
+from lockstep.testing.small_runs import LIMIT, SmallRuns
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +278,7 @@ class Drill(SmallRuns):
     def _faults(self, name: str, plan: list[str]) -> list[str]:
         notes = self.folder / f"{name}.faults"
         notes.mkdir()
-        target = "lockstep.cluster.faults.Faults"
+        target = "lockstep.testing.faults.Faults"
         return callback("faults", target, folder=notes, plan=f"[{','.join(map(repr, plan))}]")
 
     def _content(self, name: str) -> dict[Path, bytes]:
@@ -287,7 +287,7 @@ class Drill(SmallRuns):
 
     def _recoveries(self, name: str, plan: list[str]) -> list[float]:
         """Return the seconds from each fault to the end of the next step."""
-        from lockstep.cluster.faults import STARTS
+        from lockstep.testing.faults import STARTS
 
         folder = self.folder / f"{name}.faults"
         struck = [(folder / fault).stat().st_mtime for fault in plan if (folder / fault).exists()]
