@@ -45,7 +45,7 @@ PAGES = {name: read(name, without) for name, without in OTHERS.items()}
 ELSEWHERE = {
     "python3 scripts/dev.py": "scripts/test_dev.py runs it in a project of its own",
     "lockstep-gpt doctor": "cluster/test_doctor.py",
-    "lockstep-gpt drill": "cluster/test_drill.py",
+    "lockstep-gpt drill": "testing/test_drill.py",
     "lockstep-gpt check": "testing/test_command.py",
     "python3 -c": "the test of each page begins with it",
     "sbatch": "scripts/test_slurm.py, on a SLURM of its own",
