@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -199,9 +200,8 @@ class Drill(SmallRuns):
 
     def killed_parent(self) -> Outcome:
         """Send SIGKILL to the command: no process outlives it, and the run resumes."""
-        at = self.steps // 3
-        process = self.start("orphan", *self._hanging("orphan", at))
-        self.wait_for_step("orphan", at - 2 * LOG_STEPS, process)
+        process = self.start("orphan", *self._hanging("orphan", self.steps // 3))
+        self._wait_for_hang("orphan", process)
         process.kill()
         process.communicate()
         orphans = self.gone("orphan")
@@ -232,7 +232,7 @@ class Drill(SmallRuns):
         hanging = self._hanging("flipped", 3 * self.steps // 4)
         process = self.start("flipped", *hanging, "memory=false")  # a newer state there is used
         folder = self.directory("flipped").checkpoints
-        self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
+        self._wait_for_hang("flipped", process)
         process.kill()
         process.communicate()
         self.gone("flipped")
@@ -274,6 +274,11 @@ class Drill(SmallRuns):
     def _hanging(self, name: str, step: int) -> list[str]:
         """Return what lets the last rank hang at a step: a fast run is then still there."""
         return self._faults(name, [f"{step}:{self.ranks - 1}:hang"])
+
+    def _wait_for_hang(self, name: str, process: subprocess.Popen[str]) -> None:
+        """Wait until a rank hangs, which it does once: a resumed run goes on."""
+        notes = self.folder / f"{name}.faults"
+        self.wait_until(lambda: any(notes.glob("*:hang")), process)
 
     def _faults(self, name: str, plan: list[str]) -> list[str]:
         notes = self.folder / f"{name}.faults"
