@@ -26,9 +26,9 @@ from lockstep.launch import flags, hydra_job
 from lockstep.launch.flags import count
 from lockstep.launch.main import training
 from lockstep.settings import counted
-from lockstep.testing.experiment import callback
+from lockstep.testing.experiment import LIMIT, callback
 from lockstep.testing.results import rows_of
-from lockstep.testing.small_runs import LIMIT, SmallRuns
+from lockstep.testing.small_runs import SmallRuns
 
 if TYPE_CHECKING:
     import torch

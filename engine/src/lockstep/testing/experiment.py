@@ -76,7 +76,7 @@ class Experiment:
                 )
             process.kill()
             process.wait()
-        left = self._left_of(name)
+        left = processes_left(self._folder / name)
         if left:
             of_run = counted(left, "process")
             raise FailedRunError(f"{of_run} outlived the command that was killed", 1)
@@ -140,15 +140,6 @@ class Experiment:
         log = "\n".join(f"  | {line}" for line in lines[-LOG_LINES:])
         raise FailedRunError(f"the run on {of} failed: {error}\n{log}", status)
 
-    def _left_of(self, name: str) -> int:
-        """Wait some seconds for a run's processes to end; return how many are left."""
-        end = time.monotonic() + SECONDS_TO_END
-        left = processes_of(self._folder / name)
-        while left and time.monotonic() < end:
-            time.sleep(POLL)
-            left = processes_of(self._folder / name)
-        return left
-
 
 def command_of(main: str | Sequence[str]) -> list[str]:
     """Return the words to which overrides are added, or raise a `UserError`."""
@@ -174,6 +165,16 @@ def callback(name: str, target: str, **arguments: object) -> list[str]:
     node = f"{CALLBACKS}_{name}"
     values = [f"{node}.{key}={value}" for key, value in arguments.items()]
     return [f"{node}._target_={target}", *values]
+
+
+def processes_left(run: Path) -> int:
+    """Wait some seconds for the processes of `run` to end; return how many are left."""
+    end = time.monotonic() + SECONDS_TO_END
+    left = processes_of(run)
+    while left and time.monotonic() < end:
+        time.sleep(POLL)
+        left = processes_of(run)
+    return left
 
 
 def processes_of(run: Path) -> int:

@@ -11,10 +11,7 @@ from lockstep import project
 from lockstep.metrics.rows import STEP, read_metrics
 from lockstep.run.directory import RunDirectory
 from lockstep.testing.assertion import completed
-from lockstep.testing.experiment import joined, processes_of
-
-LIMIT = 600  # longest time for any one run, in seconds
-POLL = 0.05
+from lockstep.testing.experiment import LIMIT, POLL, joined, processes_left
 
 
 class SmallRuns:
@@ -72,10 +69,5 @@ class SmallRuns:
             time.sleep(POLL)
 
     def gone(self, name: str) -> int:
-        """Wait up to ten seconds for the run's processes to end; return how many are left."""
-        end = time.monotonic() + 10
-        left = processes_of(self.folder / name)
-        while left and time.monotonic() < end:
-            time.sleep(POLL)
-            left = processes_of(self.folder / name)
-        return left
+        """Wait some seconds for the run's processes to end; return how many are left."""
+        return processes_left(self.folder / name)
