@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ class Faults(Callback):
         self.folder = Path(folder)
         self.plan = plan
         self._began = False
+        self._broken: Any = None  # the hook of a gradient
 
     def on_train_batch_end(self, trainer: Trainer, *_arguments: Any) -> None:
         """Record the time when the first step after a start or restart ended."""
@@ -42,10 +44,18 @@ class Faults(Callback):
             else:
                 os.kill(os.getpid(), signal.Signals[fault])
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set a gradient to NaN, as broken arithmetic would."""
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
+        """Let a gradient be NaN, as broken arithmetic would, before a strategy adds it."""
+        del loss
         for _ in self._due(trainer, "nan"):
-            next(pl_module.parameters()).grad.fill_(float("nan"))
+            trained = [weight for weight in pl_module.parameters() if weight.requires_grad]
+            self._broken = trained[0].register_hook(lambda gradient: gradient * math.nan)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        """Let later gradients be sound."""
+        if self._broken is not None:
+            self._broken.remove()
+            self._broken = None
 
     def _due(self, trainer: Trainer, *kinds: str) -> list[str]:
         """Return the faults of `kinds` due now. Record them first, as some kill this process."""
