@@ -12,6 +12,7 @@ import pytest
 from lockstep.commands import OF_PACKAGES, OURS
 
 SCRIPT = Path(__file__).with_name("foreign") / "program.py"
+DOCS = Path(__file__).parents[1] / "docs"
 OF_SCRIPTS = [name for name in OURS if name not in OF_PACKAGES]
 CPU = {"OMP_NUM_THREADS": "1"}
 FLIP = "+callbacks.flip"
@@ -61,6 +62,16 @@ def test_a_command_s_help_shows_how_to_type_it_and_has_no_gap(name, lockstep):
     printed = lockstep(name, SCRIPT, "--help").stdout
     assert " ".join(printed.split()).startswith(f"usage: lockstep {name} {SCRIPT} ")
     assert not re.search(r"""PROGRAM|PACKAGE|\{[^}]*["':]""", printed)
+
+
+@pytest.mark.parametrize("page", ["commands.md", "testing.md"])
+def test_the_options_of_a_page_s_commands_are_those_that_the_help_lists(page, lockstep):
+    text = (DOCS / page).read_text("utf-8")
+    lines = re.findall(r"^lockstep (\w+) (.*)$", text, re.MULTILINE)
+    assert lines
+    for name, words in lines:
+        printed = lockstep(name, SCRIPT, "--help").stdout
+        assert {*re.findall(r"--[\w-]+", words)} <= {*re.findall(r"--[\w-]+", printed)}, name
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ sys.exit(cli.main(sys.argv[2:]))
 # A process in a group of its own presses Ctrl-Z, and its parent continues it after 7 s.
 GUARDED = """
 import os, signal, sys, time
-from types import SimpleNamespace
+from lightning import LightningModule, Trainer
 from lockstep.callbacks.guards import Guards
 
 pid = os.fork()
@@ -248,9 +248,8 @@ if pid:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 os.setpgid(0, 0)
 guards = Guards(stall_after=6, replicas_every=None)
-loaders = {"train_dataloader": None, "val_dataloaders": None}
-place = {"global_step": 0, "global_rank": 0, "world_size": 1}
-guards.on_train_start(SimpleNamespace(**place, **loaders), None)
+trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+guards.on_train_start(trainer, LightningModule())
 os.kill(os.getpid(), signal.SIGTSTP)
 time.sleep(1.5)  # more than twice the time between its looks
 guards.on_train_end()

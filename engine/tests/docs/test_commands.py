@@ -47,6 +47,7 @@ ELSEWHERE = {
     "lockstep-gpt doctor": "cluster/test_doctor.py",
     "lockstep-gpt drill": "testing/test_drill.py",
     "lockstep-gpt check": "testing/test_command.py",
+    "lockstep ": "test_lockstep_command.py, with a script of its own",
     "python3 -c": "the test of each page begins with it",
     "sbatch": "scripts/test_slurm.py, on a SLURM of its own",
     "srun": "scripts/test_slurm.py, on a SLURM of its own",

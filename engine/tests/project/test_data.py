@@ -112,7 +112,7 @@ def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, texts):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("\n".join(path.read_text() for path in texts.iterdir()))
     result = doctest.testmod(tested)
-    assert result.attempted == 5
+    assert result.attempted > 0
     assert result.failed == 0
 
 
