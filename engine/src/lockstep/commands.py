@@ -10,7 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from lockstep import project, standard_streams, stop_signals
+from lockstep import project, standard_streams, stop_signals, variables
 from lockstep.errors import (
     ReportedError,
     RunError,
@@ -97,6 +97,7 @@ def _run_command(words: list[str]) -> int:
     try:
         if name in commands:
             with refusing_long_names():
+                variables.settle()
                 return int(resolve_name(commands[name].target)(words[1:]))
         return _run_without_command(name)
     except (UserError, RunError) as error:

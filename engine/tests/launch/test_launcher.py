@@ -233,7 +233,7 @@ print("goes on")
 @pytest.mark.parametrize(("variable", "printed"), [("TORCHELASTIC_RUN_ID", ""), ("X", "goes on\n")])
 def test_a_rank_of_torchrun_ends_if_torchrun_has_ended_before(variable, printed):
     words = [sys.executable, "-c", ADOPTER, LAUNCHER, RANK]
-    environment = {**os.environ, variable: "1"}
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", variable: "1"}
     adopter = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert adopter.stdout.read() == printed  # until all others have ended
@@ -244,7 +244,7 @@ def test_a_rank_of_torchrun_ends_if_torchrun_has_ended_before(variable, printed)
 
 @pytest.mark.parametrize("script", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["direct", "script"])
 def test_a_rank_whose_launcher_is_there_goes_on(script):
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1"}
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
     words = [*script, sys.executable, "-c", RANK]
     rank = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=240)
     assert (rank.returncode, rank.stdout) == (0, "goes on\n")

@@ -37,7 +37,7 @@ LAYERS = [
     "optional",
     "damaged_files",
     "whole_files",
-    "settings",
+    "settings variables",
     "batch",
     "schedule",
     "functional",

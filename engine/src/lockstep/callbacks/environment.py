@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
+from lockstep import variables
 from lockstep.loggers.tracking import git_state
 from lockstep.run.run import Run
 from lockstep.whole_files import replace_text
@@ -32,7 +33,7 @@ class RecordEnvironment(Callback):
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return this rank's host, device, library versions, and git state."""
+    """Return this rank's host, device, library versions, variables, and git state."""
     name = platform.machine()
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
@@ -46,5 +47,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # with its build, as in 2.13.0+cpu
         **libraries,
+        "variables": variables.shown(),
         **git_state(Path(__file__).parent),
     }

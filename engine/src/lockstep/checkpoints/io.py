@@ -106,3 +106,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written in the background."""
+        return False

@@ -85,6 +85,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self._claim = claim  # None once `copy_to` is this run's
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
         self._pending: list[Future[None]] = []
+        self._newest: Future[None] | None = None
         self._succeeded = True  # whether the last save succeeded
         self._buffers: dict[str, Tensor] = {}  # reused: new memory costs more than copying
 
@@ -112,7 +113,8 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         if self._writer is None:
             action(*arguments)
         else:
-            self._pending.append(self._writer.submit(action, *arguments))
+            self._newest = self._writer.submit(action, *arguments)
+            self._pending.append(self._newest)
 
     def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         self._succeeded = False
@@ -159,6 +161,11 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self._pending = []  # an error is raised once
         for action in pending:
             action.result()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written in the background."""
+        return self._newest is not None and not self._newest.done()
 
     def teardown(self) -> None:
         """Finish all files before the process ends."""

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.cluster.report import Finding, failure, ok, warning
 from lockstep.errors import UserError
-from lockstep.launch.variables import GLOO, NCCL, refuse_absent_interface
+from lockstep.variables import GLOO, NCCL, refuse_absent_interface
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")

@@ -9,9 +9,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lockstep import variables
 from lockstep.batch import Batch
 from lockstep.errors import UserError
-from lockstep.launch import launcher, slurm, variables
+from lockstep.launch import launcher, slurm
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.placement import Placement
 from lockstep.settings import check, node_of
@@ -57,7 +58,7 @@ def found(
             f"trainer.devices={devices}, but {_describe_gpus(gpus)}; set at most {gpus}"
         )
     placement = Placement(accelerator, int(devices), nodes)
-    variables.refuse_absent_interfaces(placement)
+    variables.refuse_absent_interfaces(placement.accelerator, placement.world_size)
     return placement
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ReportedError, RunError, UserError
 from lockstep.exits import Exit
-from lockstep.processes import end_process, end_with_parent
+from lockstep.processes import end_process, end_with_parent, print_error, program_name
 from lockstep.ranks.waiting import MeetingError, Waiting
 from lockstep.run.directory import RunDirectory, differences
 from lockstep.settings import check, counted
@@ -62,10 +62,14 @@ def has_rank() -> bool:
 
 def end_with_launcher() -> None:
     """Let this process, if torchrun has started it, end with torchrun."""
-    if RUN_ID not in os.environ:
+    if RUN_ID not in os.environ or not has_rank():  # a shell may have kept torchrun's variable
         return  # srun ends its processes; others may be started from a shell that ends early
     parent = os.getppid()
-    if _has_adopted_us(parent):  # torchrun has already ended
+    if _has_adopted_us(parent):
+        print_error(
+            f"{program_name()}: {RUN_ID}={os.environ[RUN_ID]} and RANK={os.environ['RANK']} are "
+            f"set, but torchrun has ended; {UNSET} {RUN_ID}"
+        )
         end_process(Exit.FAILED)
     end_with_parent(parent)
 

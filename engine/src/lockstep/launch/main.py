@@ -23,7 +23,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lockstep import processes, project, standard_streams, stop_signals
+from lockstep import processes, project, standard_streams, stop_signals, variables
 from lockstep.errors import ReportedError, RunError, UserError, refusing_long_names
 from lockstep.exits import after_signal
 from lockstep.launch import composed, continued, devices, hydra_job, launcher, start, targets
@@ -137,6 +137,7 @@ class Program:
     def _run(self, words: list[str]) -> int:
         processes.name_program(sys.modules["__main__"], self.name)
         launcher.end_with_launcher()
+        variables.settle()
         if launcher.is_inside_launcher():
             stop_signals.end_at_once()  # until there is something to save
         else:

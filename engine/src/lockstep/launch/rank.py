@@ -62,12 +62,16 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             raise
         except BaseException as raised:
             error = mistake_of_node(raised)
+            if run is not None:
+                run.handled()
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
             if run is not None:
                 run.conclude("failed", saved=False)
-            status = report_failure(directory, ranks, error, terminal)
+            status = run.failure if run is not None else None
+            if status is None:
+                status = report_failure(directory, ranks, error, terminal)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)

@@ -27,6 +27,8 @@ from lockstep.settings import check
 # limit: torch's own defaults are 10 minutes for NCCL, and 30 for gloo.
 LONGEST_WAIT = 1800.0
 
+_store: Store | None = None  # where this process has met the other ranks
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -139,7 +141,9 @@ def connect(
     ranks: Ranks, backend: str, has_gpu: bool, seconds: float, store: Store | None = None
 ) -> None:
     """Connect to the other ranks; `seconds` is the longest wait for them, also later."""
+    global _store
     store = store or meet(ranks.rank, ranks.world_size, seconds)
+    _store = store
     choose_interfaces(ranks, store)
     device = None
     if has_gpu:  # else it would also use memory of the first GPU
@@ -195,6 +199,11 @@ def _address_towards(host: str, port: int) -> str:
     with contextlib.suppress(OSError):  # an IPv6 address, for example
         return address_towards(host, port)
     return ""
+
+
+def meeting_store() -> Store | None:
+    """Return the store where this rank has met the others; None: it hasn't."""
+    return _store if dist.is_initialized() else None
 
 
 def leave() -> None:

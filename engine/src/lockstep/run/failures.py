@@ -1,7 +1,17 @@
-"""What a failed rank leaves: the stack in its log, `failed.json`, and an exit status."""
+"""What a failed rank leaves: the stack in its log, `failed.json`, and an exit status.
 
+It is told before anyone else handles the exception: a callback or a logger may wait for ranks that
+haven't failed, as Lightning's OnExceptionCheckpoint does.
+"""
+
+import threading
+import time
 import traceback
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from lightning import Callback
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.errors import RunError, UserError, describe_error, remedy_of_limit
 from lockstep.exits import Exit
@@ -9,6 +19,70 @@ from lockstep.processes import program_name
 from lockstep.ranks.ranks import Ranks, lost_peers
 from lockstep.run import last_line, remedies
 from lockstep.run.directory import RunDirectory
+
+
+HANDLING_SECONDS = 5.0  # that handlers of an exception have, unless all ranks have failed
+POLL_SECONDS = 0.1
+
+
+class ReportFirst(Callback):
+    """Reports an exception; stands before all other callbacks.
+
+    Args:
+        report: is called with the exception while it is handled.
+    """
+
+    def __init__(self, report: Callable[[BaseException], None]) -> None:
+        self.report = report
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Report it."""
+        self.report(exception)
+
+
+class HandlingLimit:
+    """Ends this rank if handlers of its exception wait for ranks that have not failed.
+
+    Where all ranks have failed, their handlers can still meet, and save.
+
+    Args:
+        ranks: this process among all.
+        store: where the ranks have met.
+        is_busy: whether this rank still writes a checkpoint; it may finish.
+        end: ends this process.
+    """
+
+    def __init__(
+        self, ranks: Ranks, store: Store, is_busy: Callable[[], bool], end: Callable[[], Any]
+    ) -> None:
+        self._all_failed = threading.Event()
+        self._is_over = threading.Event()
+        self._ranks = ranks
+        self._store = store
+        self._is_busy = is_busy
+        self._end = end
+        for target in (self._meet, self._limit):  # the store may not answer
+            threading.Thread(target=target, daemon=True).start()
+
+    def lift(self) -> None:
+        """The handlers have returned."""
+        self._is_over.set()
+
+    def _meet(self) -> None:
+        """Tell the other ranks that this one has failed, and ask whether all have."""
+        keys = [f"rank {rank} has failed" for rank in range(self._ranks.world_size)]
+        self._store.set(keys[self._ranks.rank], "")
+        while not self._is_over.wait(POLL_SECONDS):
+            if self._store.check(keys):
+                self._all_failed.set()
+                return
+
+    def _limit(self) -> None:
+        limit = time.monotonic() + HANDLING_SECONDS
+        while time.monotonic() < limit or self._is_busy():
+            if self._is_over.wait(POLL_SECONDS) or self._all_failed.is_set():
+                return
+        self._end()
 
 
 def report_failure(

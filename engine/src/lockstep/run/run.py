@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -21,6 +22,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
 
+from lockstep import stop_signals, variables
 from lockstep.batch import Batch
 from lockstep.callbacks.arithmetic import Arithmetic
 from lockstep.callbacks.step import InReceipt, InSummary
@@ -47,9 +49,13 @@ from lockstep.ranks.ranks import (
     is_restart,
     join,
     leave,
+    lost_peers,
+    meeting_store,
 )
 from lockstep.ranks.waiting import MeetingError
+from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory
+from lockstep.run.failures import HandlingLimit, ReportFirst, report_failure
 from lockstep.run.kept import refuse_other_experiment
 from lockstep.run.receipt import facts_of, random_lines
 from lockstep.run.resuming import (
@@ -136,6 +142,8 @@ class Run:
         self._checkpoints: Saves | None = None
         self._disk: AtomicCheckpointIO | None = None
         self._trackers: list[Logger] = []
+        self.failure: int | None = None  # this rank's exit status, once its exception is reported
+        self._handling: HandlingLimit | None = None
         self._is_passing = False  # whether code needs a run that `lockstep.main` hasn't started
         self._started = time.perf_counter()
         _current = self
@@ -320,6 +328,7 @@ class Run:
             UserError: that is damaged, of another experiment, or later than the run's last step.
         """
         self.trainer = trainer
+        self._report_first(trainer)
         copy_to = self._checkpoints.copy_to if self._checkpoints else None
         loses_error = getattr(trainer.strategy, "loses_error", False)
         restarts = (self.config.get("launch") or {}).get("max_restarts", 0)
@@ -371,6 +380,7 @@ class Run:
             lines: more of them, by their labels, such as `batch="8 samples per step"`.
         """
         self.trainer = trainer
+        self._report_first(trainer)
         if self.ranks.rank > 0 or (is_restart() and self.directory.has_begun()):
             return
         module = next((part for part in parts if isinstance(part, nn.Module)), None)
@@ -380,9 +390,46 @@ class Run:
                 receipt |= part.receipt_lines()
             if isinstance(part, Batch) and module is not None:
                 receipt |= random_lines(module, part)
+        if shown := variables.shown():
+            receipt["variables"] = " ".join(f"{name}={value}" for name, value in shown.items())
         width = max(map(len, receipt))
         text = "\n".join(f"  {label:<{width}}  {line}" for label, line in receipt.items())
         logger.info("%s", text)
+
+    def _report_first(self, trainer: Trainer) -> None:
+        """Let this run report a rank's exception before other callbacks handle it."""
+        callbacks = _callbacks_of(trainer)
+        if not any(isinstance(callback, ReportFirst) for callback in callbacks):
+            callbacks.insert(0, ReportFirst(self.report))
+
+    def report(self, error: BaseException) -> None:
+        """Report the exception of this rank, which is being handled, unless it only stops the run.
+
+        From now on, its other handlers have some seconds, unless all ranks have failed.
+        """
+        is_stop = stop_signals.received.first is not None and lost_peers(error)
+        if is_stop or self.failure is not None or not isinstance(error, Exception):
+            return
+        status = report_failure(self.directory, self.ranks, error, self.terminal)
+        self.failure = status
+        store = meeting_store()
+        if store is not None:
+            self._handling = HandlingLimit(
+                self.ranks,
+                store,
+                is_busy=lambda: self._disk is not None and self._disk.is_writing,
+                end=lambda: self._end_failed(status),
+            )
+
+    def _end_failed(self, status: int) -> None:
+        """End this process: a handler of its exception waits for other ranks."""
+        last_line.show_end_of_rank(self.directory, self.ranks.rank, status, self.terminal)
+        os._exit(status)
+
+    def handled(self) -> None:
+        """Lift the limit on the handlers of an exception: they have returned."""
+        if self._handling is not None:
+            self._handling.lift()
 
     def _begin_metrics(self, trainer: Trainer) -> None:
         """Keep, on rank 0, the rows of `metrics.csv` up to where training begins."""
