@@ -17,7 +17,7 @@ OF_SCRIPTS = [name for name in OURS if name not in OF_PACKAGES]
 CPU = {"OMP_NUM_THREADS": "1"}
 FLIP = "+callbacks.flip"
 TRACE = ("+callbacks.trace._target_=lockstep.callbacks.trace.Trace", "+callbacks.trace.every=5")
-FLIPPED = (f"{FLIP}._target_=lockstep.evidence.flips.FlippedBit", f"{FLIP}.step=7")
+FLIPPED = (f"{FLIP}._target_=lockstep.evidence.callbacks.FlippedBit", f"{FLIP}.step=7")
 
 
 @pytest.fixture

@@ -27,11 +27,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from lockstep.evidence.budget import PAIRS
-from lockstep.evidence.intervals import interval_of
-from lockstep.evidence.measures import measure_of
-from lockstep.evidence.sides import common_seeds, finished_groups
-from lockstep.evidence.verdicts import BETTER, OPEN, WORSE, Judge
+from lockstep.evidence.pairs import PAIRS
+from lockstep.evidence.runs import common_seeds, finished_groups, measure_of
+from lockstep.evidence.verdicts import BETTER, OPEN, WORSE, Judge, interval_of
 
 from lockstep_gpt import PROJECT
 

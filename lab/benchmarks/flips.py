@@ -31,8 +31,8 @@ from lockstep.checkpoints.reading import (
     read_checkpoint,
     write_checkpoint,
 )
+from lockstep.evidence.callbacks import flip
 from lockstep.evidence.differences import Comparison, Recorded, compare
-from lockstep.evidence.flips import flip
 from lockstep.evidence.replay import NAMES, replay
 from lockstep.evidence.verify import recorded_of, steps_of
 from lockstep.run.directory import RunDirectory
@@ -102,7 +102,7 @@ def flipped(
     note = path.with_suffix(".note")
     step = choice.randrange(1, STEPS)
     rank = choice.randrange(2) if kind == "gradient" else 0
-    target = "lockstep.evidence.flips.FlippedBit"
+    target = "lockstep.evidence.callbacks.FlippedBit"
     words = [f"_target_={target}", f"note={note}", f"kind={kind}", f"step={step}"]
     words += [f"rank={rank}", f"seed={choice.randrange(10**6)}"]
     overrides = [f"+callbacks.flip.{word}" for word in words]

@@ -12,7 +12,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.evidence import fairness
 from lockstep.evidence.fairness import Setting
-from lockstep.evidence.measures import measure_of
+from lockstep.evidence.runs import measure_of
 from lockstep.run.directory import RunDirectory
 from lockstep.tokens.prepare import DECIDED
 

@@ -1,18 +1,74 @@
-"""Each answer in a sentence, and what it takes to decide."""
+"""The interval holds however often one looks, and each answer is a sentence."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
-from lockstep.errors import UserError
-from lockstep.evidence.budget import Budget
-from lockstep.evidence.comparison import Comparison
-from lockstep.evidence.measures import measure_of
-from lockstep.evidence.page import page_of
-from lockstep.evidence.sides import sides_of
-from lockstep.evidence.verdicts import Judge
+from lockstep.evidence.runs import measure_of
+from lockstep.evidence.verdicts import (
+    FIRST_LOOK,
+    PRIOR_VARIANCE,
+    Judge,
+    fewest_pairs,
+    half_width,
+    interval_of,
+    pairs_needed,
+)
 
 LOSSES = [2.10, 2.13, 2.08, 2.11, 2.12]
+
+
+def bayes_factor(values: np.ndarray) -> float:
+    """Integrate both likelihoods numerically: mean = d sigma with d ~ N(0, g), prior 1/sigma."""
+    sigmas = np.exp(np.linspace(-6, 6, 2001))  # even in log(sigma): the Haar prior is flat
+    effects = np.linspace(-6, 6, 801) * math.sqrt(PRIOR_VARIANCE)
+    prior = np.exp(-(effects**2) / (2 * PRIOR_VARIANCE))
+    prior /= prior.sum()
+
+    def likelihood(effect):
+        scaled = values[None] / sigmas[:, None] - effect
+        return (np.exp(-(scaled**2).sum(1) / 2) * sigmas ** -len(values)).sum()
+
+    alternative = sum(
+        weight * likelihood(effect) for weight, effect in zip(prior, effects, strict=True)
+    )
+    return alternative / likelihood(0.0)
+
+
+def test_at_the_ends_of_the_interval_the_bayes_factor_is_one_in_alpha():
+    values = np.array([0.9, 1.4, 0.7, 1.1, 1.6])
+    interval = interval_of(values, 0.05)
+    assert interval.low < 1.14 < interval.high
+    for end in (interval.low, interval.high):
+        assert bayes_factor(values - end) == pytest.approx(20, rel=1e-3)
+    assert bayes_factor(values - interval.mean) < 1
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2])
+def test_of_many_sequences_of_pairs_few_ever_exclude_the_truth(alpha):
+    values = np.random.default_rng(0).normal(0.3, 2.0, (2000, 60))
+    wrong = np.zeros(2000, dtype=bool)
+    for pairs in range(FIRST_LOOK, 61):
+        means = values[:, :pairs].mean(1)
+        deviations = values[:, :pairs].std(1, ddof=1)
+        wrong |= np.abs(means - 0.3) > half_width(pairs, alpha) * deviations
+    assert alpha / 8 < wrong.mean() < alpha
+
+
+def test_too_few_pairs_can_not_say_anything():
+    assert fewest_pairs(0.05) == 4
+    assert fewest_pairs(0.001) == 5
+    assert interval_of([1.0, 1.1, 1.0], 0.05).low == -math.inf
+    assert not interval_of([1.0], 0.05).excludes_zero
+
+
+def test_pairs_needed_are_the_first_whose_interval_is_narrow_enough():
+    needed = pairs_needed(0.5, 1.0, 0.05)
+    assert half_width(needed, 0.05) < 0.5 <= half_width(needed - 1, 0.05)
+    assert pairs_needed(100.0, 1.0, 0.05) == fewest_pairs(0.05)
 
 
 def verdict(differences, measure="val_loss", variants=1, margin=None):
@@ -70,51 +126,3 @@ def verdict(differences, measure="val_loss", variants=1, margin=None):
 )
 def test_each_answer_is_a_sentence(differences, options, sentence):
     assert verdict(differences, **options) == sentence
-
-
-def test_a_side_is_called_by_what_it_changes():
-    sides = sides_of(["optim=adamw", "optim=muon optim.lr=0.01", "'data.path=my text'"])
-    assert [side.name for side in sides] == ["adamw", "muon lr=0.01", "path=my text"]
-    assert [side.folder for side in sides] == ["adamw", "muon-lr-0.01", "path-my-text"]
-    assert sides[1].words == ("optim=muon", "optim.lr=0.01")
-    same = sides_of(["optim.lr=1", "other.lr=1"])
-    assert [side.name for side in same] == ["optim.lr=1", "other.lr=1"]
-    assert sides_of(["", "a=b"])[0].name == "base"
-    with pytest.raises(UserError, match=r"^--variant a='b: No closing quotation"):
-        sides_of(["", "a='b"])
-
-
-def test_a_variant_with_an_answer_trains_no_more():
-    clear = {seed: 1.0 + seed / 1000 for seed in range(4)}
-    base = dict.fromkeys(range(6), 2.0)
-    unclear = {seed: 2.0 + (-1) ** seed / 100 for seed in range(6)}
-    judge = Judge(measure_of("val_loss"), 0.05, 2)
-    comparison = Comparison(judge, sides_of(["", "a=1", "b=2"]), [base, clear, unclear])
-    assert comparison.open_variants() == [2]
-    assert comparison.missing_seeds([2], range(8)) == [6, 7]
-
-
-def test_a_page_shows_each_pair_and_the_interval_and_escapes_names():
-    judge = Judge(measure_of("val_loss"), 0.05, 1, margin=0.02)
-    numbers = [dict(enumerate(LOSSES)), {seed: loss - 0.1 for seed, loss in enumerate(LOSSES)}]
-    comparison = Comparison(judge, sides_of(["a=<b>", "a=c"]), numbers)
-    page = page_of({"warnings": ["1 < 2"], "comparisons": [comparison.as_values()]})
-    assert page.count("<circle") == page.count("<tr>") - 1 == 5
-    assert page.count("<polygon") == 1
-    assert page.count("stroke-dasharray") == 2
-    assert "&lt;b&gt;" in page
-    assert "<b>" not in page
-    assert "Unfair? 1 &lt; 2" in page
-    assert "<script" not in page
-
-
-def test_a_budget_ends_a_comparison():
-    assert Budget().most_pairs(10) == 20
-    assert Budget(pairs=7, tokens=50).most_pairs(10) == 5
-    assert Budget(hours=1).most_pairs(10) > 1000
-    assert Budget(hours=1).has_time(3, 2600)
-    assert not Budget(hours=1).has_time(3, 2800)
-    with pytest.raises(UserError, match="give at least 40"):
-        Budget(tokens=39).refuse_too_small(4, 10)
-    with pytest.raises(UserError, match=r"--hours=1 is too small .* take 1.1 hours"):
-        Budget(hours=1).refuse_too_few_hours(4, 1, 1000)

@@ -11,9 +11,12 @@ import torch
 from lockstep_gpt import PROJECT
 
 from lockstep.checkpoints.reading import checkpoints_in, write_checkpoint
-from lockstep.evidence import rounding
-from lockstep.evidence.differences import trace_text
-from lockstep.evidence.saved_states import differing_numbers
+from lockstep.evidence.differences import (
+    differing_numbers,
+    largest_of_rows,
+    largest_of_states,
+    trace_text,
+)
 from lockstep.metrics.trace_file import TraceRow
 
 PROGRAM = PROJECT.program
@@ -247,15 +250,15 @@ def test_the_flipped_bits_of_a_single_number_are_named():
 
 def test_a_difference_is_measured_by_what_noise_does():
     rows = [[{"trainer/step": "5", "train/loss": loss}] for loss in ("2.0", "2.01", "2.012")]
-    worst = rounding.largest_of_rows(rows, 1e-7)
+    worst = largest_of_rows(rows, 1e-7)
     assert worst.ratio == pytest.approx(5)
     assert worst.is_explained
     rows[0][0]["train/loss"] = "1.5"
-    worst = rounding.largest_of_rows(rows, 1e-7)
+    worst = largest_of_rows(rows, 1e-7)
     assert not worst.is_explained
     assert worst.place == "train/loss of step 5"
     zeros = {"weight": torch.zeros(2)}
-    same = rounding.largest_of_states([zeros, zeros, zeros], 5, 1e-7)
+    same = largest_of_states([zeros, zeros, zeros], 5, 1e-7)
     assert same.ratio == 0
-    other = rounding.largest_of_states([{"weight": torch.ones(2)}, zeros, zeros], 5, 1e-7)
+    other = largest_of_states([{"weight": torch.ones(2)}, zeros, zeros], 5, 1e-7)
     assert not other.is_explained

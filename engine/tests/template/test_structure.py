@@ -69,8 +69,8 @@ LAYERS = [
 ]
 # Features on top of the engine's core.
 OPTIONAL = {"__main__", "cluster", "commands", "evidence", "hub", "mixtures", "pages", "plan"}
-# A program of its own, which evidence starts, runs a command as the shell would.
-MAY_LOOK_UP = {"lockstep.evidence.worker": "lockstep.commands"}
+# The program of a worker, which evidence starts, runs a command as the shell would.
+MAY_LOOK_UP = {"lockstep.evidence.workers": "lockstep.commands"}
 # Of the engine, besides `lockstep` itself, what a project may use; `*` stands for what is inside.
 PUBLIC = (
     "lockstep.callbacks",

@@ -20,15 +20,15 @@ from lockstep import project, stop_signals
 from lockstep.damaged_files import read_object
 from lockstep.errors import UserError
 from lockstep.evidence import fairness
-from lockstep.evidence.budget import Budget
 from lockstep.evidence.fairness import Setting
-from lockstep.evidence.measures import KNOWN, measure_of
-from lockstep.evidence.pairs import PairedRuns, plan_of
+from lockstep.evidence.pairs import Budget, PairedRuns, plan_of
 from lockstep.evidence.report import PAGE, RESULT, Report
-from lockstep.evidence.sides import (
+from lockstep.evidence.runs import (
+    MEASURES,
     Side,
     common_seeds,
     finished_groups,
+    measure_of,
     sides_of,
 )
 from lockstep.evidence.verdicts import Judge
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hours", type=float, metavar="H", help="at most")
     add("--margin", type=float, metavar="M", help="a smaller difference doesn't matter")
     add("--confidence", type=float, default=0.95, metavar="P", help="0.95 by default")
-    measures = f"{KNOWN}; may be repeated, and the first decides (default: val_loss)"
+    measures = f"{MEASURES}; may be repeated, and the first decides (default: val_loss)"
     add("--measure", action="append", metavar="NAME", help=measures)
     add("--at-once", type=int, metavar="N", help="runs at the same time (default: what fits)")
     add("--json", action="store_true", help="print the result as JSON; all else goes to stderr")

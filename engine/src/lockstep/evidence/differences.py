@@ -1,19 +1,49 @@
-"""Finds the first thing in which a run and its replay differ, and names it."""
+"""Finds the first thing in which a run and its replay differ, and names it.
+
+    rows, traces, hashes, and the numbers of saved states -> the first difference of each kind
+
+Where bits can't be compared, it says whether a difference can come from rounding. Bits differ where
+the processor, the library, or the order of sums does. Two replays on this machine show what that
+may cause: one as it is, and one in which each weight gets one more rounding error in each step. A
+run that differs from the first by more than `ROUNDING_MARGIN` times as much as the second does is
+not explained by rounding.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.checkpoints.reading import checkpoint_path
-from lockstep.evidence.saved_states import differing_numbers, state_of
+from lockstep.checkpoints.content import samples_of
+from lockstep.checkpoints.reading import checkpoint_path, read_checkpoint
 from lockstep.metrics.rows import STEP, read_metrics
 from lockstep.metrics.trace_file import FIXED, TraceRow, read_trace
 from lockstep.run.directory import RunDirectory
 from lockstep.settings import counted
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Columns of metrics.csv that are compared, bit by bit, and those compared up to rounding.
 COLUMNS = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "optim/skipped")
+ROUNDED = ("train/loss", "val/loss", "optim/grad_norm")
+# What a run goes on from. The rest depends on where it was saved, or says what computed it.
+COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "means")
+SCALARS = ("global_step",)
+INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by their bytes
+
+ROUNDING_MARGIN = 10.0
+# The relative rounding error of what multiplies matrices.
+ROUNDING_ERRORS = {
+    "64-true": 2.0**-53,
+    "32-true": 2.0**-24,
+    "16-mixed": 2.0**-11,
+    "bf16-mixed": 2.0**-9,
+}
 
 
 class Difference(NamedTuple):
@@ -198,3 +228,143 @@ def _micro_batches(places: list[int], count: int, per_rank: int | None) -> str:
         ranks = sorted({place // per_rank for place in places})
         text += f" (rank {', '.join(map(str, ranks))})"
     return text
+
+
+def state_of(path: Path, names: list[str]) -> dict[str, Any]:
+    """Return the tensors and other values of a checkpoint by what a person calls them.
+
+    Args:
+        path: the checkpoint.
+        names: of the tensors, in the optimizer's order.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    content = read_checkpoint(path)
+    kept = {key: content[key] for key in (*COMPARED, *SCALARS) if key in content}
+    kept["samples"] = samples_of(content)
+    return {_title(keys, names): value for keys, value in _leaves(kept, ())}
+
+
+def _leaves(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*keys, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*keys, index))
+    else:
+        yield keys, value
+
+
+def _title(keys: tuple[Any, ...], names: list[str]) -> str:
+    if keys[0] == "state_dict":
+        return str(keys[1])
+    if keys[0] == "optimizer_states" and keys[2] == "state":
+        return f"the optimizer's {keys[4]} of {names[keys[3]]}"
+    return ".".join(map(str, keys))
+
+
+def differing_numbers(run: dict[str, Any], replay: dict[str, Any]) -> dict[str, str]:
+    """Return, for each name whose bits differ, how they do."""
+    differing = {}
+    for name in {**run, **replay}:
+        fault = _difference(run.get(name), replay.get(name))
+        if fault:
+            differing[name] = fault
+    return differing
+
+
+def _difference(ours: Any, theirs: Any) -> str | None:
+    import torch
+
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        same = ours == theirs or (ours != ours and theirs != theirs)  # NaN is NaN
+        return None if same else f"is {ours}, not {theirs}"
+    if ours.numel() != theirs.numel() or ours.dtype != theirs.dtype:
+        return f"is {ours.dtype} {[*ours.shape]}, not {theirs.dtype} {[*theirs.shape]}"
+    changed = _bits(ours) ^ _bits(theirs)
+    places = changed.nonzero().flatten()
+    if not len(places):
+        return None
+    if len(places) > 1:
+        return f"differs in {len(places):,} of {counted(ours.numel(), 'number')}"
+    place = int(places[0])
+    mask = int(changed[place]) & (2 ** (8 * ours.itemsize) - 1)
+    bits = [str(bit) for bit in range(8 * ours.itemsize) if mask >> bit & 1]
+    label = "bit" if len(bits) == 1 else "bits"
+    return f"differs in number {place} of {ours.numel()}, {label} {', '.join(bits)}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    import torch
+
+    integers = getattr(torch, INTEGERS[tensor.itemsize])
+    return tensor.detach().cpu().contiguous().flatten().view(integers)
+
+
+class Rounding(NamedTuple):
+    """The largest difference, in multiples of what the noise causes."""
+
+    ratio: float
+    place: str
+    difference: float
+    allowed: float  # of the replay with noise
+
+    @property
+    def is_explained(self) -> bool:
+        """Return whether rounding can be the cause."""
+        return self.ratio <= ROUNDING_MARGIN
+
+
+def _rounding(place: str, difference: float, allowed: float) -> Rounding:
+    ratio = 0.0
+    if difference:
+        ratio = difference / allowed if allowed else math.inf
+    return Rounding(ratio, place, difference, allowed)
+
+
+def rounding_error(precision: str) -> float:
+    """Return the relative rounding error of a precision, as Lightning names it."""
+    return ROUNDING_ERRORS.get(precision, 2.0**-24)
+
+
+def largest_of_rows(rows: list[list[dict[str, str]]], error: float) -> Rounding:
+    """Compare the losses and norms of rows with the same steps.
+
+    Args:
+        rows: those of the run, of the replay, and of the replay with noise.
+        error: the relative rounding error.
+    """
+    worst = Rounding(0.0, "no row", 0.0, 0.0)
+    reached = dict.fromkeys(ROUNDED, 0.0)  # differences with noise so far
+    for run, plain, noisy in zip(*rows, strict=True):
+        for name in ROUNDED:
+            if not (run.get(name) and plain.get(name) and noisy.get(name)):
+                continue
+            value = float(plain[name])
+            reached[name] = max(reached[name], abs(value - float(noisy[name])))
+            allowed = max(reached[name], error * abs(value))
+            difference = abs(value - float(run[name]))
+            place = f"{name} of step {run['trainer/step']}"
+            worst = max(worst, _rounding(place, difference, allowed))
+    return worst
+
+
+def largest_of_states(states: list[dict[str, Any]], step: int, error: float) -> Rounding:
+    """Compare the weights of states saved after one step: of run, replay, and replay with noise."""
+    import torch
+
+    run, plain, noisy = states
+    worst = Rounding(0.0, "no tensor", 0.0, 0.0)
+    for name, weight in plain.items():
+        is_weight = isinstance(weight, torch.Tensor) and "optimizer" not in name
+        if not is_weight or not weight.is_floating_point() or name not in run:
+            continue
+        value = weight.double()
+        floor = error * float(value.norm())
+        allowed = max(float((value - noisy[name].double()).norm()), floor)
+        difference = float((value - run[name].double()).norm())
+        place = f"{name} after step {step}"
+        worst = max(worst, _rounding(place, difference, allowed))
+    return worst

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.evidence.measures import Measure
-from lockstep.evidence.sides import Runs
+from lockstep.evidence.runs import Measure, Runs
 from lockstep.run.directory import (
     MAY_DIFFER,
     RunDirectory,

@@ -1,7 +1,11 @@
-"""Computes steps of a run again, in a directory of its own, with the run's frozen settings."""
+"""Computes steps of a run again, in a directory of its own, with the run's frozen settings.
+
+Steps before a resume that changed these settings are refused.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -9,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import project
-from lockstep.checkpoints.reading import checkpoint_path
+from lockstep.checkpoints.reading import (
+    checkpoint_path,
+    checkpoints_in,
+    read_checkpoint,
+    step_of,
+)
 from lockstep.checkpoints.sums import files_of
+from lockstep.damaged_files import read_informative_text
 from lockstep.errors import RunError, UserError
 from lockstep.launch.hydra_job import HYDRA_FILE
-from lockstep.run.directory import RunDirectory
+from lockstep.run.directory import RunDirectory, flat
 from lockstep.settings import node_of
 
 NAMES = "tensors.json"  # in a replay: the names of the tensors, in the optimizer's order
@@ -22,8 +32,17 @@ ALL = 10**6  # checkpoints to keep
 LEFT_OUT = ("progress", "sample", "environment", "replays", "trace")
 # Settings by which a replay changes what takes part in the run.
 NEEDED = ("trainer", "callbacks", "checkpoint", "logger", "log_every")
-CALLBACKS = "lockstep.evidence.replay_callbacks"
+CALLBACKS = "lockstep.evidence.callbacks"
 TRACE = "lockstep.callbacks.trace.Trace"
+
+CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)  # a line of overrides.log
+# Settings that change neither the weights nor the rows of the log.
+WITHOUT_EFFECT = (
+    *("run_dir", "run_name", "resume", "resume_force", "trust_run_dir", "verbosity", "kept"),
+    *("logger", "callbacks", "checkpoint", "guard", "memory", "launch", "strategy"),
+    *("trainer.devices", "trainer.num_nodes", "trainer.accelerator"),
+    *("val_every", "peak_tflops", "data.root"),
+)
 
 
 @dataclass(frozen=True)
@@ -123,3 +142,30 @@ def _callbacks(steps: Steps, values: dict[str, Any], noise: float | None) -> dic
     elif steps.run.trace.exists():
         chosen["trace"] = {"_target_": TRACE, "every": values["log_every"]}
     return chosen
+
+
+def refuse_changed_settings(run: RunDirectory, start: int) -> None:
+    """Raise a `UserError` if the steps after `start` had other settings than the last ones."""
+    if start:
+        content = read_checkpoint(checkpoint_path(run.checkpoints, start))
+        before = dict(flat(content["config"]))
+        after = dict(flat(run.values()))
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    else:
+        changed = CHANGE.findall(read_informative_text(run.overrides))
+    changed = [name for name in dict.fromkeys(changed) if _matters(name)]
+    if not changed:
+        return
+    later = [step_of(path) for path in checkpoints_in(run.checkpoints)]
+    remedy = f"start after the change, with --from one of {', '.join(map(str, later[:-1]))}"
+    if len(later) == 1:
+        remedy = "keep more states of such a run, with checkpoint.keep_last"
+    raise UserError(
+        f"{run.path} changed {', '.join(changed)} when it was resumed, so its settings can't "
+        f"compute the steps after {start}; {remedy}"
+    )
+
+
+def _matters(name: str) -> bool:
+    """Return whether a setting changes what is computed."""
+    return not any(name == other or name.startswith(f"{other}.") for other in WITHOUT_EFFECT)

@@ -17,17 +17,24 @@ from lockstep.checkpoints.reading import (
     step_of,
 )
 from lockstep.errors import UserError
-from lockstep.evidence import rounding
 from lockstep.evidence.differences import (
+    ROUNDING_MARGIN,
     Comparison,
     Recorded,
     compare,
     facts_at,
+    largest_of_rows,
+    largest_of_states,
+    rounding_error,
     rows_of,
+    state_of,
 )
-from lockstep.evidence.replay import NAMES, Steps, replay
-from lockstep.evidence.saved_states import state_of
-from lockstep.evidence.settings_changed import refuse_changed_settings
+from lockstep.evidence.replay import (
+    NAMES,
+    Steps,
+    refuse_changed_settings,
+    replay,
+)
 from lockstep.run.directory import RunDirectory
 from lockstep.run.source_code import changes_since
 from lockstep.settings import counted, node_of, precision_of
@@ -193,17 +200,17 @@ def _rounding(
     details: dict[str, Any],
 ) -> Outcome:
     """Compare with what rounding allows, where bits can't be compared."""
-    error = rounding.error_of(precision_of(steps.run.resolved()))
+    error = rounding_error(precision_of(steps.run.resolved()))
     noisy = recorded_of(replay(steps, folder / "noisy", error))
     numbers = range(steps.start + 1, steps.end + 1)
     sides = (run, plain, noisy)
     rows = [rows_of(side.directory, numbers) for side in sides]
     common = sorted(rows[0].keys() & rows[1].keys() & rows[2].keys())
-    worst = rounding.largest_of_rows([[side[step] for step in common] for side in rows], error)
+    worst = largest_of_rows([[side[step] for step in common] for side in rows], error)
     for step in saves:
         paths = [checkpoint_path(side.directory.checkpoints, step) for side in sides]
         states = [state_of(path, names) for path in paths]
-        worst = max(worst, rounding.largest_of_states(states, step, error))
+        worst = max(worst, largest_of_states(states, step, error))
     measures = {"ratio": worst.ratio, "difference": worst.difference, "allowed": worst.allowed}
     details |= {"reasons": reasons, "rounding": {"place": worst.place, **measures}}
     beginning = f"bits can't be compared (the run had {'; '.join(reasons)}); "
@@ -214,7 +221,7 @@ def _rounding(
     if worst.is_explained:
         line = f"{beginning}rounding explains the differences: {measured}"
         return Outcome("rounding", line, details)
-    line = f"{beginning}different: {measured}, more than {rounding.MARGIN:g} times"
+    line = f"{beginning}different: {measured}, more than {ROUNDING_MARGIN:g} times"
     return Outcome("different", line, details)
 
 

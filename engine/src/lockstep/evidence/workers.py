@@ -1,8 +1,12 @@
-"""Trains runs at the same time, each on its share of the machine."""
+"""Trains runs at the same time, each on its share of the machine.
+
+Workers --threads--> Worker --lines of JSON--> `main`, in a process that trains run after run
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import queue
@@ -14,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import project, stop_signals
+from lockstep import commands, processes, project, stop_signals
 from lockstep.errors import UserError
 from lockstep.exits import Exit
 from lockstep.launch import devices
 from lockstep.launch.placement import Placement
+from lockstep.launch.script import begin
 from lockstep.settings import counted
 
-WORKER = "lockstep.evidence.worker"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 
@@ -43,7 +47,7 @@ class Worker:
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours = project.current()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(os.getpid()), ours.package or str(ours.script)],
+            [sys.executable, "-m", __name__, str(os.getpid()), ours.package or str(ours.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
@@ -186,3 +190,36 @@ def _count(at_once: int | None, fitting: int, reason: str) -> int:
     if at_once is not None and at_once > fitting:
         raise UserError(f"--at-once={at_once} runs don't fit: {reason}; set at most {fitting}")
     return at_once or fitting
+
+
+def main(parent: str, program: str) -> None:
+    """Be a worker: read requests, lines of JSON, and answer each with the exit status of its run.
+
+    Args:
+        parent: the process that starts this one.
+        program: a project's package, or a script.
+    """
+    processes.end_with_parent(int(parent))
+    if program.endswith(".py"):
+        begin(Path(program))
+    else:
+        importlib.import_module(program)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # between two runs
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # runs don't read requests
+    for line in requests:
+        request = json.loads(line)
+        with Path(request["log"]).open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        with stop_signals.restored(), processes.name_restored():
+            status = commands.train(request["words"])
+        sys.stdout.flush()
+        answers.write(f"{status}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lockstep.checkpoints.reading import checkpoints_in, write_checkpoint
-from lockstep.evidence.flips import flip
+from lockstep.evidence.callbacks import flip
 
-FLIP = "+callbacks.flip._target_=lockstep.evidence.flips.FlippedBit"
+FLIP = "+callbacks.flip._target_=lockstep.evidence.callbacks.FlippedBit"
 # After the callback that flips a bit, so that it sees what the model does.
 TRACE = (
     "+callbacks.trace._target_=lockstep.callbacks.trace.Trace",
