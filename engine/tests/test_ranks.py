@@ -19,7 +19,19 @@ class Broken(lightning.Callback):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 3 and trainer.global_rank == 1:
             raise ZeroDivisionError("on purpose")
+class Meets(lightning.Callback):
+    def on_exception(self, trainer, *_):
+        trainer.strategy.barrier()
 """
+# Callbacks that wait for all ranks when one of them raises.
+WAITING = {
+    "none": [],
+    "a barrier": ["+callbacks.a._target_=broken.Meets"],
+    "a save": [
+        "+callbacks.z._target_=lightning.pytorch.callbacks.OnExceptionCheckpoint",
+        "+callbacks.z.dirpath=saved",
+    ],
+}
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -71,9 +83,11 @@ def test_ranks_change_double_precision_weights_by_rounding_only(command):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
-def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, processes_of):
+@pytest.mark.parametrize("waiting", WAITING.values(), ids=[*WAITING])
+def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, processes_of, waiting):
     (command.folder / "broken.py").write_text(BROKEN)
-    words = command.smoke(*TWO, "+callbacks.broken._target_=broken.Broken", "max_steps=100000")
+    broken = [*waiting, "+callbacks.broken._target_=broken.Broken"]
+    words = command.smoke(*TWO, *broken, "max_steps=100000")
     run = command.folder / "broken"
     process = command.start(*words, f"run_dir={run}", PYTHONPATH=str(command.folder))
     _, err = process.communicate(timeout=240)

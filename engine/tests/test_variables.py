@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from lockstep.errors import UserError
 from lockstep import variables
+from lockstep.errors import UserError
 
 PRESENT = [(1, "lo"), (2, "eth0"), (3, "ib0")]
 

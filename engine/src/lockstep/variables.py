@@ -32,8 +32,32 @@ DROPPED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 PLOTS = "MPLBACKEND"  # a notebook sets its own for all commands that it starts
 MODULE = "module://"  # a backend outside matplotlib
 BACKENDS = frozenset(
-    "agg cairo pdf pgf ps svg template gtk3agg gtk3cairo gtk4agg gtk4cairo macosx nbagg notebook "
-    "qtagg qtcairo qt5agg qt5cairo tkagg tkcairo webagg wx wxagg wxcairo".split()
+    [
+        "agg",
+        "cairo",
+        "pdf",
+        "pgf",
+        "ps",
+        "svg",
+        "template",
+        "gtk3agg",
+        "gtk3cairo",
+        "gtk4agg",
+        "gtk4cairo",
+        "macosx",
+        "nbagg",
+        "notebook",
+        "qtagg",
+        "qtcairo",
+        "qt5agg",
+        "qt5cairo",
+        "tkagg",
+        "tkcairo",
+        "webagg",
+        "wx",
+        "wxagg",
+        "wxcairo",
+    ]
 )
 # They choose algorithms and precision, or what torch compiles.
 SHOWN = re.compile(

@@ -70,3 +70,49 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_saved_step(
     path = checkpoint_path(tmp_path / "run", step)
     whole = on_each(world_size, rest)
     assert on_each(world_size, lambda rank: rest(rank, ckpt_path=path, start=step)) == whole
+
+
+class EndsOn(lightning.Callback):
+    """Sets `trainer.should_stop` on some ranks, from a micro-batch or from a validation on."""
+
+    def __init__(self, *ranks, batch=None):
+        self.ranks, self.batch = ranks, batch
+
+    def on_train_batch_end(self, trainer, _module, _outputs, _batch, batch_idx):
+        if self.batch is not None and batch_idx >= self.batch:
+            self.end(trainer)
+
+    def on_validation_end(self, trainer, *_):
+        self.end(trainer)
+
+    def end(self, trainer):
+        if trainer.global_rank in self.ranks:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("spread", "ends", "batch", "last"),
+    [
+        ((1, 1), (0,), 1, 2),
+        ((1, 2), (0,), 4, 3),  # in the first micro-batch of step 3
+        ((2, 1), (0, 1), 1, 2),  # as on one rank
+        ((2, 1), (1,), 1, 3),
+        ((2, 2), (0,), 3, 3),
+        ((2, 1), (1,), None, 4),  # in the validation after step 4
+    ],
+)
+def test_ranks_end_after_the_same_step_if_one_of_them_should_stop(
+    foreign, on_each, spread, ends, batch, last
+):
+    world_size, accumulation = spread
+    spread = {"world_size": world_size, "accumulation": accumulation}
+    validate_every = 4 if batch is None else None
+
+    def steps(_rank):
+        callbacks = [EndsOn(*ends, batch=batch), GracefulStop(timeout=60)]
+        module = foreign.module()
+        return foreign.train(
+            module, *callbacks, validate_every=validate_every, **spread
+        ).global_step
+
+    assert on_each(world_size, steps) == [last] * world_size

@@ -221,13 +221,20 @@ class GracefulStop(StepCallback):
         if self.vote.some_end():
             self._end(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Wait for the others, where Lightning validates because training ends."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._leave_together(trainer)
+
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Agree on `trainer.should_stop`, which an early stopping may have set."""
         self._end_together(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Do the same at the end of an epoch."""
-        self._end_together(trainer)
+        if trainer.is_last_batch:  # else some ranks, or all, leave in the middle of it
+            self._end_together(trainer)
+        self._leave_together(trainer)
 
     def _stop(self, *, saved: bool = True) -> None:
         stop_signals.received.has_saved = saved
@@ -238,8 +245,12 @@ class GracefulStop(StepCallback):
         """Finish the last vote: a rank that leaves early would fail the others' vote."""
         stop_signals.received.has_saved = True
         self.vote.close()
+        self._leave_together(trainer)
+
+    def _leave_together(self, trainer: Trainer) -> None:
         if trainer.should_stop and not (self._agreed or self.vote.is_alone):
             refuse_to_leave_alone(trainer.global_step)
+            self._agreed = True
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Leave the Trainer, and signals, as they were."""

@@ -20,7 +20,6 @@ from lockstep.ranks.ranks import Ranks, lost_peers
 from lockstep.run import last_line, remedies
 from lockstep.run.directory import RunDirectory
 
-
 HANDLING_SECONDS = 5.0  # that handlers of an exception have, unless all ranks have failed
 POLL_SECONDS = 0.1
 

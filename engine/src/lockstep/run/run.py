@@ -398,7 +398,7 @@ class Run:
 
     def _report_first(self, trainer: Trainer) -> None:
         """Let this run report a rank's exception before other callbacks handle it."""
-        callbacks = _callbacks_of(trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, ReportFirst) for callback in callbacks):
             callbacks.insert(0, ReportFirst(self.report))
 
