@@ -61,11 +61,11 @@ class Project:
         if name == "train":
             self.refuse_to_train_nothing()
         if self.package is not None:
-            return [sys.executable, "-m", self.package, name, *words]
+            return [*python(), "-m", self.package, name, *words]
         script = [str(self.script)] if self.script is not None else []
         if name == "train":
             return [sys.executable, *script, *words]
-        return [sys.executable, "-m", "lockstep", name, *script, *words]
+        return [*python(), "-m", "lockstep", name, *script, *words]
 
     def refuse_to_train_nothing(self) -> None:
         """Raise a `UserError` if this is no program that trains."""
@@ -95,6 +95,16 @@ def begin(project: Project) -> Project:
 def found() -> Project | None:
     """Return the project of this process, if one has begun."""
     return _begun[0] if _begun else None
+
+
+def python() -> list[str]:
+    """Return how to start a Python that imports modules from where this process does.
+
+    `python -m` would look into the current folder first, and take a file `random.py` there for
+    Python's own module; a console script doesn't.
+    """
+    has_folder = {"", str(Path.cwd())} & {*sys.path}
+    return [sys.executable, *([] if has_folder else ["-P"])]
 
 
 def current() -> Project:

@@ -31,33 +31,9 @@ TRAINER = "PL_TRAINER_"  # Lightning takes arguments that its Trainer isn't give
 DROPPED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 PLOTS = "MPLBACKEND"  # a notebook sets its own for all commands that it starts
 MODULE = "module://"  # a backend outside matplotlib
-BACKENDS = frozenset(
-    [
-        "agg",
-        "cairo",
-        "pdf",
-        "pgf",
-        "ps",
-        "svg",
-        "template",
-        "gtk3agg",
-        "gtk3cairo",
-        "gtk4agg",
-        "gtk4cairo",
-        "macosx",
-        "nbagg",
-        "notebook",
-        "qtagg",
-        "qtcairo",
-        "qt5agg",
-        "qt5cairo",
-        "tkagg",
-        "tkcairo",
-        "webagg",
-        "wx",
-        "wxagg",
-        "wxcairo",
-    ]
+BACKEND = re.compile(  # of matplotlib itself
+    "(gtk[34]|qt5?|tk|wx|web|nb)?agg|(gtk[34]|qt5?|tk|wx)?cairo|"
+    "pdf|pgf|ps|svg|template|macosx|notebook|wx"
 )
 # They choose algorithms and precision, or what torch compiles.
 SHOWN = re.compile(
@@ -97,7 +73,7 @@ def is_backend(name: str) -> bool:
         except (ImportError, ValueError):
             return False
     installed = {point.name for point in entry_points(group="matplotlib.backend")}
-    return name.lower() in BACKENDS | installed
+    return bool(BACKEND.fullmatch(name.lower())) or name.lower() in installed
 
 
 def shown(variables: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.errors import UserError
+from lockstep.file_systems import is_unsupported, remedy
 
 
 @contextlib.contextmanager
@@ -17,7 +18,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     finally:
@@ -48,13 +49,26 @@ def write_output(path: Path, content: str | bytes) -> None:
         with replacing(path.resolve()) as file:
             file.write(content)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); name another file") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); {remedy(error)}") from None
 
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's names to disk: a power failure may undo a rename without this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync(descriptor: int) -> None:
+    """Flush a file or a folder to disk, where the file system can.
+
+    Raises:
+        OSError: the disk is broken, or full.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_unsupported(error):
+            raise

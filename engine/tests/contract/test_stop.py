@@ -106,13 +106,11 @@ def test_ranks_end_after_the_same_step_if_one_of_them_should_stop(
 ):
     world_size, accumulation = spread
     spread = {"world_size": world_size, "accumulation": accumulation}
-    validate_every = 4 if batch is None else None
+    if batch is None:
+        spread["validate_every"] = 4
 
     def steps(_rank):
         callbacks = [EndsOn(*ends, batch=batch), GracefulStop(timeout=60)]
-        module = foreign.module()
-        return foreign.train(
-            module, *callbacks, validate_every=validate_every, **spread
-        ).global_step
+        return foreign.train(foreign.module(), *callbacks, **spread).global_step
 
     assert on_each(world_size, steps) == [last] * world_size

@@ -135,5 +135,5 @@ def test_a_file_system_without_locks_is_reported_once(run, monkeypatch, capsys):
     monkeypatch.setattr(lock.fcntl, "lockf", refuse)
     with run.locked(), run.lock.of_rank(0), run.lock.of_rank(1):
         pass
-    line = f"run_dir={run.path} cannot be locked (No locks available): start it only once\n"
+    line = f"run_dir={run.path} is on a disk without locks: start it only once\n"
     assert capsys.readouterr().out == line

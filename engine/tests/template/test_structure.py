@@ -36,6 +36,7 @@ LAYERS = [
     "errors",
     "optional",
     "damaged_files",
+    "file_systems",
     "whole_files",
     "settings variables",
     "batch",

@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours = project.current()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()), ours.package or str(ours.script)],
+            [*project.python(), "-m", __name__, str(os.getpid()), ours.package or str(ours.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.command_line import parser_of_run
 from lockstep.errors import UserError
+from lockstep.file_systems import remedy
 from lockstep.optional import import_optional
 from lockstep.tokens.tokenizer import Tokenizer
+from lockstep.whole_files import sync
 
 if TYPE_CHECKING:
     from lockstep.hub.layout import Layout, Model
@@ -103,7 +104,7 @@ def _write(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def _save_weights(weights: dict[str, Any], path: Path) -> None:
@@ -114,9 +115,10 @@ def _save_weights(weights: dict[str, Any], path: Path) -> None:
         safetensors.save_file(weights, path, {"format": "pt"})
     except library_error as error:  # on a full disk, for example
         raise OSError(errno.EIO, str(error)) from error
-    path.chmod(path.with_name("config.json").stat().st_mode)  # the library denies others access
+    with contextlib.suppress(PermissionError, NotImplementedError):  # a disk without modes
+        path.chmod(path.with_name("config.json").stat().st_mode)  # the library denies others access
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def refuse_occupied(target: Path, force: bool) -> None:
@@ -153,7 +155,9 @@ def _complete_folder(target: Path) -> Iterator[Path]:
             target.rename(old)  # a folder can only replace an empty one
         temporary.rename(target)
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror}); name another") from error
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}); {remedy(error)}"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not target.exists():

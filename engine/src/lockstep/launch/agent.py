@@ -36,10 +36,12 @@ from lockstep.launch.placement import Launch
 from lockstep.launch.shared_stop import SharedStop
 from lockstep.patches.python import run_exit_handlers
 from lockstep.patches.torch import (
+    free_ports_at,
     handle_signals_with,
     name_callers_without_source,
     processes_of,
 )
+from lockstep.ranks.address import LOOPBACK
 from lockstep.run import deaths, last_line
 from lockstep.run.directory import RunDirectory
 
@@ -57,6 +59,7 @@ def main(run: RunDirectory, node_rank: int, function: str) -> int:
         function: what each rank calls; see `rank_program`.
     """
     name_callers_without_source()
+    free_ports_at(LOOPBACK)
     first_signal = FirstSignal()
     handle_signals_with(first_signal)
     for signum in stop_signals.handled_signals():
@@ -99,7 +102,7 @@ def _rendezvous_of_one_node(folder: str) -> dict[str, Any]:
         "endpoint": f"{folder}/store",
         "store_type": "file",
         "min_nodes": 1,
-        "local_addr": "localhost",
+        "local_addr": LOOPBACK,
     }
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep import processes, stop_signals
+from lockstep import processes, project, stop_signals
 from lockstep.exits import Exit
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory
@@ -20,7 +20,7 @@ def command(run: RunDirectory, node_rank: int, function: str) -> list[str]:
         function: what each rank calls; see `rank_program`.
     """
     words = [str(run.path), str(os.getpid()), str(node_rank), function]
-    return [sys.executable, "-m", __name__, *words]
+    return [*project.python(), "-m", __name__, *words]
 
 
 def main(path: str, parent: str, node_rank: str, function: str) -> NoReturn:

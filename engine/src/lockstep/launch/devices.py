@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.launch import launcher, slurm
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.placement import Placement
+from lockstep.ranks.address import refuse_no_loopback
 from lockstep.settings import check, node_of
 
 DEVICE_FILES = Path("/dev")
@@ -59,6 +60,8 @@ def found(
         )
     placement = Placement(accelerator, int(devices), nodes)
     variables.refuse_absent_interfaces(placement.accelerator, placement.world_size)
+    if placement.devices > 1 and not launcher.is_inside_launcher():
+        refuse_no_loopback()
     return placement
 
 

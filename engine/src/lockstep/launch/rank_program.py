@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
-from lockstep import processes, standard_streams, stop_signals
+from lockstep import processes, project, standard_streams, stop_signals
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory
 
@@ -22,7 +22,7 @@ MAIN = "__mp_main__"  # the name of a script in a process that only imports it, 
 
 def command(run: RunDirectory, function: str) -> list[str]:
     """Return the command with which this process starts a rank of `run`."""
-    return [sys.executable, "-m", __name__, str(run.path), str(os.getpid()), function]
+    return [*project.python(), "-m", __name__, str(run.path), str(os.getpid()), function]
 
 
 def main(path: str, parent: str, function: str) -> NoReturn:

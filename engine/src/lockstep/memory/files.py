@@ -15,9 +15,11 @@ import os
 import shutil
 import stat
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from lockstep.file_systems import Lock, locked
 from lockstep.run.directory import RunDirectory
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux's file system in memory; other systems have none
@@ -210,7 +212,7 @@ def claim_name(folder: Path) -> tuple[str, BinaryIO]:
     Usually it is `0`. Machines that share their memory, such as containers, have different ones.
 
     Raises:
-        SharedMemoryError: the folder is gone or not writable.
+        SharedMemoryError: the folder is gone, not writable, or without locks.
     """
     for number in itertools.count():
         name = str(number)
@@ -218,19 +220,21 @@ def claim_name(folder: Path) -> tuple[str, BinaryIO]:
             lock = (folder / f"{name}{LOCK}").open("ab")
         except OSError as error:
             raise SharedMemoryError(f"{folder} cannot be written ({error.strerror})") from None
-        if _take(lock):
-            return name, lock
-        lock.close()
+        match locked(partial(fcntl.lockf, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)):
+            case Lock.TAKEN:  # until this process ends
+                return name, lock
+            case Lock.UNSUPPORTED:
+                lock.close()
+                shutil.rmtree(folder, ignore_errors=True)
+                raise SharedMemoryError(f"{folder} has no locks, which tell who writes there")
+            case Lock.BUSY:
+                lock.close()
     raise AssertionError("there is always another number")
 
 
-def _take(lock: BinaryIO) -> bool:
-    """Lock a file until this process ends; return whether no other process has."""
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+def is_free(lock: BinaryIO) -> bool:
+    """Lock a file until it is closed, and return whether no other process has."""
+    return locked(partial(fcntl.lockf, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)) is Lock.TAKEN
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -265,7 +269,7 @@ def remove_abandoned() -> None:
 def _takes_all_locks(folder: Path, stack: contextlib.ExitStack) -> bool:
     """Lock `folder` until `stack` ends; return whether a process has used it, and none does."""
     locks = [*folder.glob(f"*{LOCK}")]
-    return bool(locks) and all(_take(stack.enter_context(path.open("ab"))) for path in locks)
+    return bool(locks) and all(is_free(stack.enter_context(path.open("ab"))) for path in locks)
 
 
 def _is_over(identity: Identity) -> bool:

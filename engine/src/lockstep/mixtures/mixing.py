@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lockstep.errors import UserError
+from lockstep.file_systems import lacks_links
 from lockstep.mixtures.renamed import renamed
 from lockstep.tokens import shards
 from lockstep.tokens.prepare import prepare
@@ -149,5 +150,7 @@ def _link(old: Path, new: Path) -> None:
     """Link a file, or link it by name, where the file system has no hard links."""
     try:
         os.link(old, new)
-    except OSError:
+    except OSError as error:
+        if not lacks_links(error):
+            raise
         new.symlink_to(Path("..", old.parent.name, old.name))

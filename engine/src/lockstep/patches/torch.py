@@ -1,6 +1,8 @@
 """Private names of torch, each with the reason. Versions: torch 2.12 to 2.15."""
 
 import copy
+import importlib
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -114,6 +116,20 @@ def limit_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """
     if dist.get_backend(group) in ("nccl", "gloo"):  # torch warns of others
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def free_ports_at(address: str) -> None:
+    """Let torch's rendezvous look for a free port at an address, not at the name localhost.
+
+    A machine may have no such name, or only an IPv6 address for it, at which no rank listens.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.api")
+
+    def free_port() -> int:
+        with socket.create_server((address, 0)) as server:
+            return int(server.getsockname()[1])
+
+    rendezvous.get_free_port = free_port
 
 
 def name_callers_without_source() -> None:

@@ -10,6 +10,8 @@ import sys
 from lockstep.errors import UserError
 from lockstep.settings import check
 
+LOOPBACK = "127.0.0.1"  # this machine; the name localhost may have no such address
+PATIENCE = 2.0  # seconds for a connection that does not leave the machine
 SIOCGIFADDR = 0x8915  # ioctl(2) request for the address of an interface
 
 
@@ -53,6 +55,18 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def refuse_no_loopback() -> None:
+    """Raise a `UserError` if processes of this machine can't connect to each other."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), PATIENCE).close()
+    except OSError as error:
+        raise UserError(
+            f"the ranks of this machine can't connect to {LOOPBACK} ({error.strerror or error}); "
+            "switch its loopback interface on: ip link set lo up"
+        ) from None
 
 
 def is_loopback(address: str) -> bool:

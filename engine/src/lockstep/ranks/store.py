@@ -17,10 +17,11 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lockstep.ranks.address import LOOPBACK
 from lockstep.ranks.waiting import MeetingError, Waiting
 
 LOOKUP_SECONDS = 0.5  # between questions to a name server
-LOOPBACK = ("127.0.0.1", "localhost")
+OWN_NAMES = (LOOPBACK, "localhost")
 
 
 def meet(rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
@@ -46,6 +47,8 @@ def meet(rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
 def _connected(rank: int, seconds: float, waiting: Waiting) -> TCPStore:
     """Serve the store, if that is this rank's task, and connect to it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if host in OWN_NAMES:
+        host = LOOPBACK
     timeout = timedelta(seconds=seconds)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it
         with socket.create_connection((host, port), timeout=seconds):
@@ -56,9 +59,9 @@ def _connected(rank: int, seconds: float, waiting: Waiting) -> TCPStore:
         _wait_for_server(host, port, waiting)
         return TCPStore(host, port, is_master=False, timeout=timeout)
     serving: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-    if host in LOOPBACK:
+    if host == LOOPBACK:
         # Where no other machine can connect; torch's default listens on all addresses.
-        listener = socket.create_server(("127.0.0.1", port))
+        listener = socket.create_server((LOOPBACK, port))
         serving["master_listen_fd"] = listener.detach()  # torch owns it from now on
     return TCPStore(host, port, timeout=timeout, **serving)
 

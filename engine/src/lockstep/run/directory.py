@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.damaged_files import read_object, readable
 from lockstep.errors import RunError, UserError
+from lockstep.file_systems import lacks_links
 from lockstep.run.frozen_file import frozen_text, read_frozen
 from lockstep.run.lock import RunLock
 from lockstep.whole_files import replace_text
@@ -230,11 +231,22 @@ class RunDirectory:
             os.link(own, self.failed)
         except FileExistsError:
             return False
-        except OSError:  # a full disk, or one without links; the terminal reports the failure
-            return not self.failed.exists()
+        except OSError as error:
+            if lacks_links(error):
+                return self._record_in_place(own)
+            return not self.failed.exists()  # a full disk; the terminal reports the failure
         finally:
             with contextlib.suppress(OSError):
                 own.unlink()
+        return True
+
+    def _record_in_place(self, own: Path) -> bool:
+        """Write `failed.json` where there are no hard links; return whether nobody else has."""
+        try:
+            with self.failed.open("xb") as file:
+                file.write(own.read_bytes())
+        except OSError:
+            return False
         return True
 
     def read_failure(self) -> dict[str, Any]:

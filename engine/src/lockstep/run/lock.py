@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.errors import UserError
+from lockstep.file_systems import Lock, locked
 
 RANK_SECONDS = 5.0  # how long a rank may outlive its command or the previous start of ranks
 
@@ -59,8 +61,8 @@ class RunLock:
             file = cleanup.enter_context(self._locked_file())
             for part in RANKS:
                 self._acquire(file, part, seconds=RANK_SECONDS)
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.lockf(file, fcntl.LOCK_UN, 1, part)  # for this command's own ranks
+                # For this command's own ranks.
+                locked(partial(fcntl.lockf, file, fcntl.LOCK_UN, 1, part))
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             cleanup.callback(self._remove, file)
@@ -80,13 +82,11 @@ class RunLock:
 
     def _remove(self, file: BinaryIO) -> None:
         """Remove the file, unless a rank still has a part of it: another file would be free."""
-        try:
-            for part in RANKS:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, part)
-        except (BlockingIOError, PermissionError):
-            return
-        except OSError:  # a file system without locks
-            pass
+        for part in RANKS:
+            take = partial(fcntl.lockf, file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, part)
+            with contextlib.suppress(OSError):  # of a broken disk, which other writes tell
+                if locked(take) is Lock.BUSY:
+                    return
         self.path.unlink(missing_ok=True)  # it may have been removed with the run's directory
 
     @contextlib.contextmanager
@@ -109,16 +109,16 @@ class RunLock:
         """Lock one part; wait for `seconds` while another process has it."""
         end = time.monotonic() + seconds
         while True:
-            try:
-                fcntl.lockf(file, kind | fcntl.LOCK_NB, 1, part)
-                return
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() > end:
-                    raise UserError(f"{self.run} is in use by {self._user(file, part)}") from None
-            except OSError as error:  # a file system without locks
-                if part == Part.COMMAND:
-                    print(f"{self.run} cannot be locked ({error.strerror}): start it only once")
-                return
+            match locked(partial(fcntl.lockf, file, kind | fcntl.LOCK_NB, 1, part)):
+                case Lock.TAKEN:
+                    return
+                case Lock.UNSUPPORTED:
+                    if part == Part.COMMAND:
+                        print(f"{self.run} is on a disk without locks: start it only once")
+                    return
+                case Lock.BUSY:
+                    if time.monotonic() > end:
+                        raise UserError(f"{self.run} is in use by {self._user(file, part)}")
             time.sleep(0.05)
 
     def _user(self, file: BinaryIO, part: Part) -> str:

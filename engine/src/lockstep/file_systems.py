@@ -1,0 +1,74 @@
+"""What a file system may lack: one place decides what the failure of an operation means.
+
+Network and cluster file systems may have no locks (NFS without lockd, Lustre without `-o flock`),
+no flush of a folder, or no hard links. Such a failure says `unsupported here`: the caller goes on
+without the operation, or in another way. Any other one says `broken`, and ends what needs it.
+"""
+
+import errno
+from collections.abc import Callable
+from enum import Enum, auto
+
+# What systems answer to an operation that this file system doesn't have.
+UNSUPPORTED = frozenset(
+    [errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY]
+)
+# error number -> what to do, where a folder or a file cannot be written
+REMEDIES = {
+    errno.ENOSPC: "make room on its disk",
+    errno.EDQUOT: "make room within your quota",
+    errno.EROFS: "its file system is read-only: choose another folder",
+    errno.EACCES: "permit it, or choose a folder that you may write",
+    errno.EPERM: "permit it, or choose a folder that you may write",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOENT: "choose a folder that exists",
+    errno.ENOTDIR: "a part of this path is a file: choose another folder",
+    errno.EIO: "its disk, or the network to it, has failed: check it, or choose another folder",
+    errno.ESTALE: "its network file system is gone: mount it again",
+    errno.ETIMEDOUT: "its network file system doesn't answer: check the network",
+}
+
+
+class Lock(Enum):
+    """How an attempt to lock a file ended."""
+
+    TAKEN = auto()
+    BUSY = auto()  # another process has it
+    UNSUPPORTED = auto()  # nobody can have it
+
+
+def is_unsupported(error: OSError) -> bool:
+    """Return whether an operation failed because this file system doesn't have it."""
+    return error.errno in UNSUPPORTED
+
+
+def lacks_links(error: OSError) -> bool:
+    """Return whether a hard link failed because this file system has none."""
+    return is_unsupported(error) or error.errno in (errno.EPERM, errno.EXDEV, errno.EMLINK)
+
+
+def locked(take: Callable[[], object]) -> Lock:
+    """Call `take`, which locks a file or raises, and return how that ended.
+
+    Raises:
+        OSError: the disk is broken.
+    """
+    try:
+        take()
+    except (BlockingIOError, PermissionError):  # POSIX allows both
+        return Lock.BUSY
+    except OSError as error:
+        if is_unsupported(error):
+            return Lock.UNSUPPORTED
+        raise
+    return Lock.TAKEN
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about a folder or a file that cannot be written.
+
+    Example:
+        >>> remedy(OSError(errno.EROFS, "Read-only file system"))
+        'its file system is read-only: choose another folder'
+    """
+    return REMEDIES.get(error.errno or 0, "choose another folder")
