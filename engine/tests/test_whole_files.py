@@ -35,7 +35,7 @@ def test_a_missing_folder_gives_the_system_s_error(tmp_path):
 def test_an_output_on_a_full_disk_keeps_the_old_one(tmp_path):
     path = tmp_path / "report.html"
     write_output(path, "old")
-    with pytest.raises(UserError, match=r"report\.html cannot be written \(.+\); name another"):
+    with pytest.raises(UserError, match=r"report\.html cannot be written \(.+\); raise the limit"):
         write_output(path, "new" * 9999)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -31,7 +31,8 @@ class OptunaSweeper(Sweeper):
 
     Args:
         sampler: `_target_` and arguments of a sampler of Optuna.
-        direction: of the value that a job returns: minimize or maximize.
+        direction: of the value that a job returns: minimize or maximize; None: as
+            `checkpoint.mode` says, else minimize.
         storage: URL of a database that keeps the study; None: memory.
         study_name: of the study in it, which continues if it exists.
         n_trials: number of jobs.
@@ -42,7 +43,7 @@ class OptunaSweeper(Sweeper):
     def __init__(
         self,
         sampler: Any,
-        direction: str,
+        direction: str | None,
         storage: str | None,
         study_name: str | None,
         n_trials: Any,
@@ -76,7 +77,7 @@ class OptunaSweeper(Sweeper):
         """
         is_count = isinstance(self.n_trials, int) and self.n_trials >= 1
         check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
-        check_choice("hydra.sweeper.direction", self.direction, ("minimize", "maximize"))
+        self.direction = self._direction()
         rule = "must be 1: each job has all devices, so they run one after another"
         check("hydra.sweeper.n_jobs", self.n_jobs, self.n_jobs == 1, rule)
         optuna = import_optional("hydra/sweeper=optuna", "optuna", "sweep")
@@ -99,6 +100,21 @@ class OptunaSweeper(Sweeper):
             else:
                 study.tell(trial, value)
         return _report(study)
+
+    def _direction(self) -> str:
+        """Return whether a small or a large value is good, which `checkpoint.mode` also says."""
+        mode = OmegaConf.select(self.config, "checkpoint.mode")
+        monitor = OmegaConf.select(self.config, "checkpoint.monitor")
+        usual = "maximize" if mode == "max" else "minimize"
+        direction = self.direction or usual
+        check_choice("hydra.sweeper.direction", direction, ("minimize", "maximize"))
+        rule = (
+            f"would search for the worst {monitor}: checkpoint.mode={mode}; set checkpoint.mode="
+            f"{'max' if direction == 'maximize' else 'min'} too, or leave the direction out"
+        )
+        is_same = mode is None or direction == usual
+        check("hydra.sweeper.direction", direction, is_same, rule)
+        return direction
 
     def _study(self, optuna: Any) -> Any:
         """Return the study that `storage` has under this name, or a new one."""

@@ -20,6 +20,7 @@ REMEDIES = {
     errno.EROFS: "its file system is read-only: choose another folder",
     errno.EACCES: "permit it, or choose a folder that you may write",
     errno.EPERM: "permit it, or choose a folder that you may write",
+    errno.EFBIG: "raise the limit on the size of files, as ulimit -f shows it",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOENT: "choose a folder that exists",
     errno.ENOTDIR: "a part of this path is a file: choose another folder",

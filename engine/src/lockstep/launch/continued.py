@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -27,7 +27,8 @@ from lockstep.run.last_line import resume_command
 from lockstep.settings import as_typed, counted
 from lockstep.whole_files import replacing
 
-# They select a run, and don't change it.
+# What selects a run, and does not change it.
+DEVICES = ("trainer.accelerator", "trainer.devices")  # found anew by each command
 ADDRESS = ("run_dir", "resume", "resume_force", "trust_run_dir")
 
 
@@ -146,6 +147,37 @@ def _remove(merged: DictConfig, name: str) -> None:
     node = OmegaConf.select(merged, parent) if parent else merged
     if isinstance(node, DictConfig):
         node.pop(last, None)
+
+
+def refuse_other_job(
+    run: RunDirectory, merged: dict[str, Any], values: dict[str, Any], swept: Sequence[str]
+) -> None:
+    """Raise a `UserError` if a sweep's job finds a run with other values of what is swept.
+
+    A sweep numbers its jobs, so another sweep's run has the same name. Its loss would be taken for
+    that of this job.
+
+    Args:
+        run: has the job's name.
+        merged: its recorded values with this command's overrides.
+        values: what this job has composed.
+        swept: the job's overrides that differ between jobs.
+    """
+    recorded = run.values()
+    overrides = OverridesParser.create().parse_overrides([*swept])
+    if any(_chooses_a_whole(override, values) for override in overrides):
+        places, wanted = [""], values
+    else:
+        places, wanted = [_place_of(override) for override in overrides], merged
+    old, new = dict(flat(recorded)), dict(flat(wanted))
+    for name in {**old, **new}:
+        is_swept = any(place in ("", name) or name.startswith(f"{place}.") for place in places)
+        if is_swept and old.get(name) != new.get(name) and name not in (*ADDRESS, *DEVICES):
+            raise UserError(
+                f"{run.path} has {name}={as_typed(old.get(name))}, and job "
+                f"{HydraConfig.get().job.num} of this sweep {name}={as_typed(new.get(name))}: it "
+                "is of another sweep; repeat that sweep's command, or set another run_dir"
+            )
 
 
 def changes_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

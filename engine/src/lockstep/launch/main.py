@@ -244,6 +244,8 @@ def run_job(program: Program, words: Sequence[str], config: DictConfig) -> tuple
                 "leave resume=auto out"
             )
         logging.getLogger().setLevel(LEVELS.get(whole.get("verbosity", "normal"), logging.INFO))
+        if continues and hydra_job.is_sweep():
+            continued.refuse_other_job(run, whole, values, hydra_job.swept_overrides(words))
         if continues:
             return continued.resume(program.reference, program.rank, run, values, whole)
         status, value = _run_new(run, program, values)
