@@ -442,6 +442,24 @@ def test_a_sweep_resumes_its_jobs(command):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("swept", "other", "fault"),
+    [
+        ("optim.lr=1e-3,2e-3", "optim.lr=2e-3,1e-3", "has optim.lr=0.001, and job 0 of this sweep"),
+        ("optim=adamw,muon", "optim=muon,adamw", "has optim._target_="),
+    ],
+)
+def test_a_sweep_takes_no_run_of_another_sweep_for_its_own(command, swept, other, fault):
+    words = ("--multirun", "run_dir=sweep", "resume=auto", "max_steps=2")
+    command.train(*words, swept)
+    before = content(command.folder / "sweep")
+    done = command.train(*words, other, status=2)
+    assert done.stderr.count(fault) >= 1
+    assert done.stdout.count("nan") == 2
+    assert content(command.folder / "sweep") == before
+
+
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_save_restarts_as_frozen(finished, command):
     (command.folder / "run").mkdir()
     frozen = finished[0].folder / "runs/first/config.yaml"

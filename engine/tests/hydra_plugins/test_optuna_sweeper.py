@@ -93,14 +93,21 @@ def test_another_sampler_of_optuna_can_be_chosen():
     assert late > 0.5  # it does not come closer, as the default one does
 
 
-def test_the_largest_value_can_be_the_best(capsys):
-    search("hydra.sweeper.direction=maximize", "seed=1,2,3", job=lambda config: float(config.seed))
+@pytest.mark.parametrize("direction", [[], ["hydra.sweeper.direction=maximize"]])
+def test_the_largest_value_can_be_the_best(capsys, direction):
+    words = ["checkpoint.mode=max", *direction, "seed=1,2,3"]
+    search(*words, job=lambda config: float(config.seed))
     assert "best of 10 jobs: 3.0000 with seed: '3'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
+        (
+            "direction=maximize",
+            "hydra.sweeper.direction=maximize would search for the worst val/loss: "
+            "checkpoint.mode=min; set checkpoint.mode=max too, or leave the direction out",
+        ),
         ("direction=up", "hydra.sweeper.direction=up is not one of minimize, maximize"),
         ("storage=nope://x", r"hydra.sweeper.storage=nope://x cannot be opened \(.+\); name a .+"),
         ("n_trials=0", "hydra.sweeper.n_trials=0 must be a whole number above 0"),

@@ -419,7 +419,8 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
         same = [last]
     near = get_close_matches(name, same, n=1) or get_close_matches(name, known, n=1, cutoff=0.75)
     near = near or (same if len(same) == 1 else [])
-    hint = f"; did you mean {near[0]}?" if near else "; --cfg job shows all of them;"
+    kind = "hydra" if name.startswith("hydra.") else "job"
+    hint = f"; did you mean {near[0]}?" if near else f"; --cfg {kind} shows all of them;"
     return f"{hint} (+{name}=... would add it)"
 
 
