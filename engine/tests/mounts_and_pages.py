@@ -14,7 +14,7 @@ import torch
 from lockstep_gpt.data import Tokens
 
 from lockstep.loading.loaders import TrainLoader
-from lockstep.tokens.packing import Packing
+from lockstep.tokens.prepared import Packing
 from lockstep.tokens.sources.source import Source
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.

@@ -36,7 +36,7 @@ def test_what_is_no_node_is_refused(node):
 
 def test_a_class_without_arguments_refuses_any():
     with pytest.raises(UserError, match=r"has no argument depth"):
-        lockstep.build({"_target_": "lockstep.tokens.packing.Stream", "depth": 3})
+        lockstep.build({"_target_": "lockstep.tokens.prepared.Stream", "depth": 3})
 
 
 LINEAR = {"_target_": "torch.nn.Linear", "out_features": 3}

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from lockstep.functional import causal_attention
-from lockstep.mixtures.attention import attention_within
-from lockstep.mixtures.mask import mask_documents
+from lockstep.mixtures.mask import attention_within, mask_documents
 from lockstep.strategies.matrix_products import choose_matrix_products
 from lockstep.tokens.tokenizer import ByteTokenizer
 from torch import Tensor

@@ -30,7 +30,7 @@ from lockstep.loading.order import RankOrder, Shuffled
 from lockstep.loading.permutation import permute
 from lockstep.loading.reading import BatchReader
 from lockstep.tokens.prepare import prepare
-from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.sources.pretokenized import RandomTokens
 from lockstep.tokens.windows import StreamWindows
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 

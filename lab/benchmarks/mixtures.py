@@ -28,7 +28,7 @@ from lockstep.mixtures.mixture import Mixture
 from lockstep.tokens import prepare as preparing
 from lockstep.tokens.recipe import folder_of, recipe_of
 from lockstep.tokens.shards import FORMAT, Index, Shard, Split, write_index
-from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.sources.pretokenized import RandomTokens
 
 from lockstep_gpt.data import Tokens
 

@@ -24,8 +24,8 @@ import time
 from itertools import cycle
 from pathlib import Path
 
-from lockstep.tokens.byte_pairs import PIECE
 from lockstep.tokens.shards import load_index
+from lockstep.tokens.tokenizer import PIECE
 from tokenizers import Tokenizer
 
 FILE = 8 << 20  # bytes

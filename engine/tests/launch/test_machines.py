@@ -18,7 +18,7 @@ VALUES = {
     "max_steps": 3,
     "batch": {"global_size": 8},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"_target_": "lockstep.tokens.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep.tokens.sources.text.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
     "trainer": {"num_nodes": 2, "devices": 1, "accelerator": "cpu"},
 }

@@ -12,8 +12,8 @@ from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.functional import IGNORE
 from lockstep.loading.order import RankOrder
+from lockstep.mixtures.mixing import renamed
 from lockstep.mixtures.mixture import Mixture
-from lockstep.mixtures.renamed import renamed
 from lockstep.mixtures.whole_documents import WholeDocuments
 from lockstep.settings import setting
 from lockstep.tokens.prepare import prepare

@@ -121,7 +121,7 @@ def test_the_windows_are_packed_before_ranks_start_and_only_once(command, lines)
 def test_a_kept_packing_cannot_change_on_resume(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
     change = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
-    stream = "packing._target_=lockstep.tokens.packing.Stream"
+    stream = "packing._target_=lockstep.tokens.prepared.Stream"
     output = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
     assert f"{stream} instead of " in output
     assert stream in command(*change, stream, status=2).stderr

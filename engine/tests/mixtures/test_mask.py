@@ -13,17 +13,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep.errors import UserError
 from lockstep.functional import IGNORE, causal_attention
-from lockstep.mixtures import attention
-from lockstep.mixtures.attention import (
-    DocumentBounds,
-    block_mask,
-    joined,
-    token_mask,
-)
 from lockstep.mixtures.mask import (
+    DocumentBounds,
     Documents,
     MaskDocuments,
+    attention_within,
+    block_mask,
+    flexible,
+    joined,
     mask_documents,
+    token_mask,
 )
 from lockstep.tokens.tokenizer import ByteTokenizer
 
@@ -207,8 +206,8 @@ def test_flex_attention_with_these_blocks_is_attention_within_documents():
     masked = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_of_tokens)
     flexed = flex_attention(q, k, v, block_mask=blocks)
     torch.testing.assert_close(flexed, masked)
-    torch.testing.assert_close(attention.flexible(blocks, q, k, v, None), masked)
-    on_cpu = attention.attention_within(bounds, q, k, v, 0.0, None)
+    torch.testing.assert_close(flexible(blocks, q, k, v, None), masked)
+    on_cpu = attention_within(bounds, q, k, v, 0.0, None)
     torch.testing.assert_close(on_cpu, masked)
 
 
@@ -218,11 +217,11 @@ def test_with_dropout_a_mask_of_all_tokens_replaces_blocks(monkeypatch):
     q, k, v = (torch.empty(3, 2, 40, 8, device="meta") for _ in range(3))
     used = []
     monkeypatch.setattr(
-        attention.F,
+        torch.nn.functional,
         "scaled_dot_product_attention",
         lambda q, _k, _v, **settings: used.append(settings) or q,
     )
-    attention.attention_within(bounds, q, k, v, 0.1, 0.25)
+    attention_within(bounds, q, k, v, 0.1, 0.25)
     assert used[0]["attn_mask"].shape == (3, 1, 40, 40)
     assert (used[0]["dropout_p"], used[0]["scale"]) == (0.1, 0.25)
 
@@ -247,7 +246,7 @@ def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpoint
 
 def test_without_documents_attention_is_the_models_own():
     q, k, v = (torch.randn(2, 2, 200, 8) for _ in range(3))
-    actual = attention.attention_within(None, q, k, v, 0.0, None)
+    actual = attention_within(None, q, k, v, 0.0, None)
     assert torch.equal(actual, causal_attention(q, k, v, 0.0))
 
 

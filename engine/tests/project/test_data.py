@@ -13,9 +13,8 @@ from lockstep.checkpoints.callback import Checkpoints
 from lockstep.errors import UserError
 from lockstep.functional import IGNORE
 from lockstep.loading.order import RankOrder, Shuffled
-from lockstep.tokens.shards import FORMAT, Index, open_split, write_index
-from lockstep.tokens.sources.synthetic import RandomTokens
-from lockstep.tokens.split_writer import SplitWriter
+from lockstep.tokens.shards import FORMAT, Index, SplitWriter, open_split, write_index
+from lockstep.tokens.sources.pretokenized import RandomTokens
 from lockstep.tokens.windows import StreamWindows, read_windows
 
 T, B, SEED = 8, 3, 5

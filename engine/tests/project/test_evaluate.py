@@ -17,8 +17,7 @@ from lockstep.errors import UserError
 from lockstep.evaluation.command import configuration
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import load_index, open_split
-from lockstep.tokens.sources.stdlib import StandardLibrary
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens.sources.text import StandardLibrary, Text
 from lockstep.tokens.tokenizer import ByteTokenizer
 
 T = 64

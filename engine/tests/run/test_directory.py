@@ -15,7 +15,7 @@ VALUES = {
     "run_name": "größer",
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"_target_": "lockstep.tokens.sources.stdlib.StandardLibrary"},
+    "data": {"_target_": "lockstep.tokens.sources.text.StandardLibrary"},
     "optim": {"algorithm": "adamw", "lr": 1e-8},
 }
 

@@ -6,9 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lockstep.tokens.shards import FORMAT, Index, write_index
+from lockstep.tokens.shards import FORMAT, Index, SplitWriter, write_index
 from lockstep.tokens.sources.text import Text
-from lockstep.tokens.split_writer import SplitWriter
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@ import contextlib
 import errno
 import logging
 import os
+import pickle
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -13,27 +15,27 @@ import numpy as np
 import pytest
 
 from lockstep.errors import RunError, UserError
+from lockstep.tokens import build
 from lockstep.tokens.build import cut_to_index
-from lockstep.tokens.byte_pairs import BytePairTokenizer
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import (
     Split,
+    SplitWriter,
     check_content,
     check_sizes,
     load_index,
     open_split,
 )
-from lockstep.tokens.sources import file_documents as module
-from lockstep.tokens.sources.synthetic import RandomTokens
+from lockstep.tokens.sources import file_documents
+from lockstep.tokens.sources.pretokenized import RandomTokens
 from lockstep.tokens.sources.text import Text
-from lockstep.tokens.split_writer import SplitWriter
-from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer import BytePairTokenizer, ByteTokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
 
 PREPARE = """
 import sys
 from lockstep.tokens.prepare import prepare
-from lockstep.tokens.sources.synthetic import *
+from lockstep.tokens.sources.pretokenized import *
 from lockstep.tokens.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
@@ -149,13 +151,13 @@ def test_other_settings_give_the_same_folder(corpus):
 
 
 def test_a_corpus_that_changes_while_it_is_read_is_rejected(corpus, tmp_path, monkeypatch):
-    read = module.read_content
+    read = file_documents.read_content
 
     def meddle(*arguments):
         (tmp_path / "texts" / "9.txt").write_text("changed meanwhile")
         return read(*arguments)
 
-    monkeypatch.setattr(module, "read_content", meddle)
+    monkeypatch.setattr(file_documents, "read_content", meddle)
     with pytest.raises(UserError, match="the corpus changed meanwhile"):
         prepare(corpus())
     assert not prepared(tmp_path / "data")
@@ -375,3 +377,53 @@ def test_bytes_after_the_last_index_are_cut_off(tmp_path):
         check_sizes(folder, index)
     cut_to_index(folder, index)
     check_content(folder, index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tokenizer):
+    folders = []
+    for number in (1, 2, 3):
+        root = str(tmp_path / f"{number}")
+        folders.append(prepare(corpus(tokenizer=tokenizer, num_proc=number, root=root)))
+    assert content(folders[0]) == content(folders[1]) == content(folders[2])
+
+
+POOL = """
+import resource, signal, sys
+from pathlib import Path
+from lockstep.tokens import build
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # semaphores are files in memory
+build._make_pool(2, Path())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="semaphores are files only on Linux")
+def test_a_system_without_semaphores_is_named_and_not_the_folder():
+    words = [sys.executable, "-c", POOL]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    line = result.stderr.splitlines()[-1]
+    assert "UserError: data.source.num_proc=2 needs semaphores, which the system refuses (" in line
+    assert line.endswith("make /dev/shm writable, or set data.source.num_proc=1")
+
+
+@pytest.mark.slow
+def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):
+    """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
+    for number in range(5):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
+    sent, in_order = [], build._results_in_order
+
+    def watched(*arguments):
+        for result in in_order(*arguments):
+            sent.append((len(pickle.dumps(result)), result.stat().st_size))
+            yield result
+
+    monkeypatch.setattr(build, "_results_in_order", watched)
+    folder = prepare(corpus(num_proc=2))
+    assert max(file for _, file in sent) > select.PIPE_BUF
+    assert max(message for message, _ in sent) < select.PIPE_BUF - 256  # the pool's own bytes
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("index.json", "train-00000.bin", "val-00000.bin"),
+    ]

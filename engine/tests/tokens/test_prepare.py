@@ -19,8 +19,7 @@ from lockstep.tokens import prepare as prepare_module
 from lockstep.tokens.prepare import prepare, prepare_once
 from lockstep.tokens.shards import load_index, open_split
 from lockstep.tokens.sources.source import split_of_name
-from lockstep.tokens.sources.stdlib import StandardLibrary
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens.sources.text import StandardLibrary, Text
 from lockstep.tokens.tokenizer import ByteTokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
 

@@ -13,10 +13,15 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep.errors import UserError
-from lockstep.tokens import rank_files, tokenizer_files
-from lockstep.tokens.byte_pairs import byte_characters, learn
+from lockstep.tokens import tokenizer_files
 from lockstep.tokens.sources.text import Text
-from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
+from lockstep.tokens.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    NumberTokenizer,
+    byte_characters,
+    learn,
+)
 from lockstep.tokens.tokenizer_choice import from_dict, identity, make_tokenizer
 
 TEXTS = [
@@ -306,7 +311,7 @@ def test_a_rank_file_has_the_ids_of_its_tokenizer(bpe, tmp_path, monkeypatch):
     path = _as_rank_file(tmp_path / "own.tiktoken", content)
     with pytest.raises(UserError, match=r"tiktoken has \d+ tokens; only GPT-2's"):
         make_tokenizer(str(path), None, ())
-    monkeypatch.setattr(rank_files, "SIZE", bpe.vocab_size - 1)
+    monkeypatch.setattr(tokenizer_files, "GPT2_TOKENS", bpe.vocab_size - 1)
     made = make_tokenizer(str(path), None, ())
     assert made.end_of_text == bpe.vocab_size - 1
     for text in TEXTS:

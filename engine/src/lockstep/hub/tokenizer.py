@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.tokens.byte_pairs import byte_characters
-from lockstep.tokens.tokenizer import END_OF_TEXT, Tokenizer
+from lockstep.tokens.tokenizer import END_OF_TEXT, Tokenizer, byte_characters
 
 Files = dict[str, dict[str, Any]]  # name -> content, as JSON
 

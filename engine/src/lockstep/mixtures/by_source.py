@@ -15,7 +15,7 @@ from lockstep.loggers.step_rows import log_row
 from lockstep.metrics.mean import Entry, Mean, exact_mean, replace_mean
 from lockstep.mixtures.mixed_order import MixedOrder
 from lockstep.settings import check_whole
-from lockstep.tokens.held_out import eval_loaders
+from lockstep.tokens.prepared import eval_loaders
 from lockstep.tokens.shards import load_index
 
 logger = logging.getLogger(__name__)

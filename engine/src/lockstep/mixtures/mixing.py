@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep.errors import UserError
 from lockstep.file_systems import lacks_links
-from lockstep.mixtures.renamed import renamed
 from lockstep.tokens import shards
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.recipe import Recipe, create_folder
@@ -154,3 +155,21 @@ def _link(old: Path, new: Path) -> None:
         if not lacks_links(error):
             raise
         new.symlink_to(Path("..", old.parent.name, old.name))
+
+
+@contextmanager
+def renamed(name: str, source_class: type[Source]) -> Iterator[None]:
+    """Rename `data.source.SETTING` to `data.source.sources.NAME.SETTING` in a `UserError`.
+
+    Args:
+        name: the source's name.
+        source_class: its class.
+    """
+    try:
+        yield
+    except UserError as error:
+        known = "|".join(
+            sorted((item.name for item in fields(source_class)), key=len, reverse=True)
+        )
+        place = rf"data.source.sources.{name}.\1"
+        raise UserError(re.sub(rf"\bdata\.source\.({known})\b", place, str(error))) from error

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.errors import UserError
-from lockstep.mixtures.mixed_order import MixedOrder
+from lockstep.mixtures.mixed_order import MixedOrder, phases
 from lockstep.mixtures.mixing import PreparedSources
-from lockstep.mixtures.shares import phases
 from lockstep.settings import as_typed, check, setting
 from lockstep.tokens.recipe import Recipe
 from lockstep.tokens.sources.source import Position, Source, TokenBlock

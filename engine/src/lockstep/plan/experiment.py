@@ -139,7 +139,7 @@ def vocabulary(data: DictConfig) -> int:
             f"data._target_={data.get('_target_')} has no source that tells how many tokens there "
             "are; choose another data, such as data=stdlib"
         )
-    count: Callable[[DictConfig], int] = resolve_name("lockstep.tokens.vocabulary:size_of")
+    count: Callable[[DictConfig], int] = resolve_name("lockstep.tokens.command:vocab_size_of")
     return count(data.source)
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep.lazy import lazily
 
 if TYPE_CHECKING:
-    from lockstep.tokens.packing import Packing
-    from lockstep.tokens.prepared import Prepared
+    from lockstep.tokens.prepared import Packing, Prepared
     from lockstep.tokens.sampling import check_sampling, continued, evaluating, prompt_of
     from lockstep.tokens.sources.source import Source
     from lockstep.tokens.sources.text import Text
@@ -42,7 +41,7 @@ __getattr__, __dir__ = lazily(
     {
         "Batch": "lockstep.tokens.windows:Batch",
         "GrowingText": "lockstep.tokens.tokenizer:GrowingText",
-        "Packing": "lockstep.tokens.packing:Packing",
+        "Packing": "lockstep.tokens.prepared:Packing",
         "Prepared": "lockstep.tokens.prepared:Prepared",
         "Source": "lockstep.tokens.sources.source:Source",
         "Stored": "lockstep.tokens.windows:Stored",

@@ -1,4 +1,7 @@
-"""`prepare`: create a source's token files before a run needs them."""
+"""What commands do with the source of a configuration.
+
+`prepare` creates its token files before a run needs them; a plan asks for its vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from lockstep.launch.main import Jobs
 from lockstep.logs import LEVELS, log_to_stdout
 from lockstep.settings import check_choice
 from lockstep.tokens.prepare import prepare
+from lockstep.tokens.recipe import recipe_of
 from lockstep.tokens.shards import check_block_size, load_index
+from lockstep.tokens.tokenizer import ByteTokenizer
+from lockstep.tokens.tokenizer_files import GPT2, GPT2_SIZE
 
 HELP = """\
 usage: PROGRAM prepare [--verify] [data=CHOICE] [data.source.SETTING=VALUE ...]
@@ -67,3 +73,25 @@ def _prepare(config: DictConfig, verify: bool) -> tuple[int, Any]:
     if data.packing is not None:
         build(data.packing).prepare(folder, data.block_size)
     return 0, math.nan
+
+
+def vocab_size_of(source: DictConfig) -> int:
+    """Return the number of token ids of a node `data.source`.
+
+    Raises:
+        UserError: a setting that chooses the text is missing.
+    """
+    size: int | None = source.get("vocab_size")
+    tokenizer = source.get("tokenizer")
+    if size is not None:
+        return size
+    if tokenizer == ByteTokenizer.kind:
+        return ByteTokenizer.vocab_size
+    if tokenizer in GPT2:
+        return GPT2_SIZE  # without its files
+    missing = sorted(OmegaConf.missing_keys(source))
+    if missing:
+        raise UserError(f"{missing[0]}=??? leaves the text open; set it")
+    built = build(source)
+    known: int | None = getattr(built, "vocab_size", None)
+    return known or recipe_of(built).tokenizer.vocab_size

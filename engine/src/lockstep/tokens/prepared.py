@@ -1,23 +1,57 @@
-"""The prepared tokens that a data module takes its windows from."""
+"""The prepared tokens that a data module takes its windows from, and how they are packed.
+
+A YAML file in configs/packing/ names a class of packing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import UserError
-from lockstep.tokens.held_out import counts_within, eval_loaders, open_windows
-from lockstep.tokens.packing import Packing, Stream
+from lockstep.settings import check_whole
 from lockstep.tokens.prepare import Run, prepare_once
-from lockstep.tokens.shards import load_index
+from lockstep.tokens.shards import check_block_size, load_index
 from lockstep.tokens.sources.source import Source
 from lockstep.tokens.tokenizer_choice import from_dict
 
 if TYPE_CHECKING:
     from lightning import Trainer
 
-    from lockstep.loading.loaders import Joined, Sized
+    from lockstep.loading.loaders import EvalLoader, Joined, Sized
+    from lockstep.tokens.windows import Windows
+
+
+class Packing(Protocol):
+    """Makes the windows of a prepared folder."""
+
+    def prepare(self, folder: Path, block_size: int) -> None:
+        """Do once, in one of a machine's processes, what `open` needs, or raise a `UserError`."""
+
+    def open(self, folder: Path, split: str, block_size: int) -> Windows:
+        """Return the windows of a split, or raise a `UserError`."""
+
+    def describe(self, folder: Path, block_size: int) -> str | None:
+        """Return what the receipt of a run says of the windows, if anything."""
+
+
+class Stream:
+    """Packing in which each window continues where the one before it ends."""
+
+    def prepare(self, folder: Path, block_size: int) -> None:
+        """Do nothing: the token files are enough."""
+
+    def open(self, folder: Path, split: str, block_size: int) -> Windows:
+        """Return the windows of a split, or raise a `UserError`."""
+        from lockstep.tokens.windows import StreamWindows  # needs torch
+
+        return StreamWindows(folder, split, block_size)
+
+    def describe(self, folder: Path, block_size: int) -> str | None:
+        """Return None: there is nothing to say."""
+        return None
 
 
 class Prepared:
@@ -131,3 +165,70 @@ class Prepared:
         lines = {"data": f"{self.folder}, {train}, {sum(validated.values()):,} to validate on"}
         packing = self._packing.describe(self.folder, self.block_size)
         return {**lines, "packing": packing} if packing else lines
+
+
+def open_windows(
+    folder: Path, block_size: int, packing: Packing | None = None
+) -> dict[str, Windows]:
+    """Return the windows of each split of a prepared folder, such as `train` and `val`.
+
+    Args:
+        folder: what `prepare` returned.
+        block_size: tokens of a window, T.
+        packing: makes the windows; None: a stream.
+
+    Raises:
+        UserError: the folder is damaged, or a split is too short for a window.
+    """
+    index = load_index(folder)
+    check_block_size(index, block_size)
+    packing = packing or Stream()
+    packing.prepare(folder, block_size)
+    splits = [name for name in index.splits if "/" not in name]
+    return {name: packing.open(folder, name, block_size) for name in splits}
+
+
+def counts_within(counts: Mapping[str, int], tokens: int | None, block_size: int) -> dict[str, int]:
+    """Return how many windows of each part to validate on.
+
+    Args:
+        counts: windows of each part of the corpus.
+        tokens: most tokens in all, in whole windows, at least one of each part; None: all.
+        block_size: tokens of a window.
+    """
+    if tokens is None:
+        return dict(counts)
+    check_whole("val_tokens", tokens, at_least=1)
+    most = max(1, tokens // len(counts) // block_size)
+    return {name: min(most, size) for name, size in counts.items()}
+
+
+def eval_loaders(
+    windows: Windows, used: Mapping[str, int], batch: Sized | int, trainer: Trainer | None
+) -> Joined:
+    """Return batches that have each used window once across all ranks, one part after another.
+
+    Args:
+        windows: of a split.
+        used: how many windows of each part to spread evenly over it.
+        batch: as in `eval_loader`.
+        trainer: of the data module.
+    """
+    # Late: a command that only prepares the tokens needs no torch.
+    from lockstep.loading.loaders import Joined, eval_loader
+    from lockstep.tokens.windows import SpreadWindows
+
+    loaders: list[EvalLoader] = []
+    first = 0
+    for name, size in windows.counts.items():
+        loader = eval_loader(
+            SpreadWindows(windows, first, size, used[name]),
+            batch,
+            trainer,
+            pad=windows.pad,
+            collate=windows.collate,
+            workers="thread",
+        )
+        loaders.append(loader)
+        first += size
+    return Joined(loaders)

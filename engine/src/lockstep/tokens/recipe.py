@@ -15,10 +15,9 @@ from tqdm import tqdm
 from lockstep.errors import UserError
 from lockstep.settings import counted
 from lockstep.tokens import shards
-from lockstep.tokens.shards import Index
+from lockstep.tokens.shards import Index, SplitWriter
 from lockstep.tokens.sources.file_documents import ENDS
 from lockstep.tokens.sources.source import SPLITS, Source
-from lockstep.tokens.split_writer import SplitWriter
 from lockstep.tokens.tokenizer import Tokenizer, token_dtype
 
 # Left out of the settings' digest: the tokenizer's identity replaces them.

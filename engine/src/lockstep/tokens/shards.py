@@ -3,10 +3,20 @@
 A token file contains only little-endian unsigned integers of the smallest type that fits the
 vocabulary (one byte up to 256 tokens, two up to 65,536), so it can be memory-mapped directly.
 A large split has several files; all but the last have one size, in whole memory pages.
+
+The index has a SHA-256 of its own values, so a changed byte is found when it is read.
 """
 
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +25,14 @@ import numpy.typing as npt
 
 from lockstep.errors import UserError
 from lockstep.settings import check_whole
-from lockstep.tokens.mapped_files import map_files
-from lockstep.tokens.sealed_json import hash_of_file, read_sealed, write_sealed
+from lockstep.tokens.tokenizer import Tokens
+from lockstep.whole_files import replace_text
 
 FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"
+SEAL = "sha256"  # the key of the hash, the last one in the file
+MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap doesn't define it
+LIMIT = 256 << 20  # bytes of a token file, unless the source says otherwise
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,33 @@ def _split_of(entry: dict[str, Any]) -> Split:
     return Split(**{**known, "shards": [Shard(**shard) for shard in entry["shards"]]})
 
 
+def write_sealed(path: Path, values: dict[str, Any]) -> None:
+    """Replace a file with `values` and their SHA-256."""
+    replace_text(path, json.dumps({**values, SEAL: _hash_of(values)}, indent=1))
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Return the values of a file; earlier versions wrote some without a SHA-256.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it isn't a JSON object, or doesn't match its SHA-256.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    if SEAL in values and values.pop(SEAL) != _hash_of(values):
+        raise ValueError("it does not match its SHA-256")
+    return values
+
+
+def _hash_of(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
 def check_sizes(folder: Path, index: Index) -> None:
     """Compare each token file's size with the index; raise a `UserError` if one differs."""
     for shard in index.shards:
@@ -131,6 +171,28 @@ def check_content(folder: Path, index: Index) -> None:
             raise unusable(path, f"cannot be read ({error.strerror})") from error
         if not is_same:
             raise unusable(path, "does not match its SHA-256")
+
+
+def check_block_size(index: Index, block_size: int) -> None:
+    """Raise a `UserError` that names the longest context if a split is shorter than a window."""
+    check_whole("block_size", block_size, at_least=1)
+    for name, split in index.splits.items():
+        if index.windows(name, block_size) < 1:
+            fraction = "test_fraction" if name.endswith("test") else "val_fraction"
+            hint = ""
+            if fraction in index.settings:
+                hint = f" (data.source.{fraction}={index.settings[fraction]})"
+            raise UserError(
+                f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
+                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"
+                f"{hint}"
+            )
+
+
+def hash_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's content, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unusable(path: Path, reason: str) -> UserError:
@@ -169,17 +231,112 @@ def open_splits(
     return content.view(dtype), [start // dtype.itemsize for start in starts]
 
 
-def check_block_size(index: Index, block_size: int) -> None:
-    """Raise a `UserError` that names the longest context if a split is shorter than a window."""
-    check_whole("block_size", block_size, at_least=1)
-    for name, split in index.splits.items():
-        if index.windows(name, block_size) < 1:
-            fraction = "test_fraction" if name.endswith("test") else "val_fraction"
-            hint = ""
-            if fraction in index.settings:
-                hint = f" (data.source.{fraction}={index.settings[fraction]})"
-            raise UserError(
-                f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
-                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"
-                f"{hint}"
-            )
+def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """Map groups of files into one address range, which is released as a whole.
+
+    Each group begins on a memory page. A group's files but the last consist of whole memory pages,
+    so they fit together.
+
+    Returns the bytes, to the end of the last group, and where each group begins in them.
+
+    Raises:
+        OSError: a file can't be mapped; its `filename` says which.
+    """
+    sizes = [sum(path.stat().st_size for path in group) for group in groups]
+    page = mmap.PAGESIZE
+    bounds = [0, *accumulate(-(-size // page) * page for size in sizes)]
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = np.frombuffer(mmap.mmap(-1, bounds[-1], anonymous, mmap.PROT_READ), np.uint8)
+    system = ctypes.CDLL(None, use_errno=True)
+    system.mmap.restype = ctypes.c_void_p
+    integer = ctypes.c_int
+    system.mmap.argtypes = [
+        ctypes.c_void_p,  # address
+        ctypes.c_size_t,  # length
+        integer,  # protection
+        integer,  # flags
+        integer,  # file descriptor
+        ctypes.c_int64,  # offset
+    ]
+    flags = mmap.MAP_SHARED | MAP_FIXED
+    for group, start in zip(groups, bounds, strict=False):
+        address = memory.ctypes.data + start
+        for path in group:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                if system.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
+                    code = ctypes.get_errno()
+                    raise OSError(code, os.strerror(code), str(path))
+            address += size
+    return memory[: bounds[-2] + sizes[-1]], bounds[:-1]
+
+
+class SplitWriter:
+    """Appends ids to a split's token files in bounded memory, and hashes them.
+
+    It continues where an index ends, cuts off anything after it, and starts a new file at a limit.
+
+    Args:
+        folder: where the files are.
+        name: name of the split.
+        dtype: type of the ids on disk.
+        limit: bytes of a file, a multiple of the memory page.
+        split: the split as the index has it; None: it has nothing yet.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, dtype: str, limit: int = LIMIT, split: Split | None = None
+    ) -> None:
+        split = split or Split()
+        self.folder = folder
+        self.name = name
+        self.dtype = np.dtype(dtype)
+        self.limit = limit
+        self.tokens = split.tokens
+        self.documents = split.documents
+        self.text_bytes = split.text_bytes
+        files, self._size = divmod(split.tokens * self.dtype.itemsize, limit)
+        self.full = split.shards[:files]  # the files that have reached the limit
+        self._open(files, "a+b")
+        self._file.truncate(self._size)
+        self._file.seek(0)
+        self._hash = hashlib.file_digest(self._file, "sha256")
+
+    def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
+        """Append ids, (tokens,), of `documents` documents with `text_bytes` bytes of text."""
+        while ids.size:
+            if self._size == self.limit:
+                self.full = self.saved().shards
+                self.close()
+                self._size = 0
+                self._open(len(self.full), "wb")
+            part, ids = np.split(ids, [(self.limit - self._size) // self.dtype.itemsize])
+            self._write(part)
+        self.documents += documents
+        self.text_bytes += text_bytes
+
+    def _write(self, ids: Tokens) -> None:
+        """Append ids that the file has room for."""
+        stored = np.ascontiguousarray(ids.astype(self.dtype, casting="safe", copy=False))
+        self._file.write(stored.data)
+        self._hash.update(stored.data)
+        self.tokens += ids.size
+        self._size += stored.nbytes
+
+    def _open(self, number: int, mode: str) -> None:
+        self._file: Any = (self.folder / f"{self.name}-{number:05}.bin").open(mode)
+        self._hash = hashlib.sha256()
+
+    def saved(self) -> Split:
+        """Flush everything to disk and return the split's index entry."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        shards = [*self.full]
+        tokens = self._size // self.dtype.itemsize
+        if tokens:
+            shards.append(Shard(Path(self._file.name).name, tokens, self._hash.hexdigest()))
+        return Split(self.tokens, self.documents, self.text_bytes, shards)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

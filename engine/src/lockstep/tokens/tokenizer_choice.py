@@ -1,24 +1,35 @@
-"""The tokenizer that `tokenizer` names, and the one that a run or a folder has kept."""
+"""The tokenizer that `tokenizer` names, and the one that a run or a folder has kept.
+
+One of your own is a class in your project's package, which `tokenizer` names by its path.
+`OwnTokenizer` in `tokenizer.py` says what it needs.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
 import logging
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from lockstep import project
 from lockstep.errors import UserError
-from lockstep.tokens import own_tokenizer
-from lockstep.tokens.byte_pairs import BytePairTokenizer, byte_level, learn
-from lockstep.tokens.rank_files import from_ranks
-from lockstep.tokens.sealed_json import hash_of_file
+from lockstep.tokens.shards import hash_of_file
 from lockstep.tokens.tokenizer import (
     END_OF_TEXT,
+    BytePairTokenizer,
     ByteTokenizer,
     NumberTokenizer,
+    OwnTokenizer,
     Tokenizer,
+    byte_level,
+    learn,
 )
-from lockstep.tokens.tokenizer_files import RANKS, hub_files, tokenizer_files
+from lockstep.tokens.tokenizer_files import RANKS, from_ranks, hub_files, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +37,9 @@ ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
 # Two tokenizers that give the same ids for this text differ in the rarest words at most.
 WORDS = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
 PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
+METHODS = ("train", "encode", "encode_documents", "decode", "to_dict")
+# No part begins with an underscore: to import `__main__` would be to run it.
+DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
 
 
 def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
@@ -37,7 +51,7 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     if name == ByteTokenizer.kind:
         return ByteTokenizer()
     if names_class(name):
-        return own_tokenizer.train_tokenizer(name, vocab_size, texts)
+        return train_tokenizer(name, vocab_size, texts)
     if name == BytePairTokenizer.kind:
         assert vocab_size is not None, "the settings have a default"
         tokenizer = learn(texts, vocab_size)
@@ -87,7 +101,7 @@ def of_size(name: str, vocab_size: int) -> Tokenizer:
 
 def names_class(name: str) -> bool:
     """Return whether `tokenizer` names a class, not a file."""
-    return own_tokenizer.is_class_path(name) and not tokenizer_files(name)
+    return is_class_path(name) and not tokenizer_files(name)
 
 
 def _loaded(name: str) -> Any:
@@ -127,7 +141,7 @@ def identity(name: str, *sizes: int | None) -> list[Any]:
         UserError: a file can't be read.
     """
     if names_class(name):
-        return [name, own_tokenizer.source_hash(name), *sizes]
+        return [name, source_hash(name), *sizes]
     try:
         files = [hash_of_file(path) for path in tokenizer_files(name)]
     except OSError as error:
@@ -147,8 +161,8 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             return BytePairTokenizer(values)
         case NumberTokenizer.kind:
             return NumberTokenizer(int(values["vocab_size"]))
-        case str(kind) if own_tokenizer.is_class_of_package(kind):
-            return own_tokenizer.load_class(kind)(values)
+        case str(kind) if is_class_of_package(kind):
+            return load_class(kind)(values)
         case kind:
             classes = (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
             known = ", ".join(tokenizer.kind for tokenizer in classes)
@@ -181,3 +195,87 @@ def encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
     if first.end_of_text is None or second.end_of_text is None:
         return first.to_dict() == second.to_dict()
     return bool(first.encode(WORDS).tolist() == second.encode(WORDS).tolist())
+
+
+def is_class_path(name: str) -> bool:
+    """Return whether a name is the path of a class, of the project or of another package."""
+    return DOTTED.fullmatch(name) is not None and not name.endswith((".json", ".tiktoken"))
+
+
+def is_class_of_package(name: str) -> bool:
+    """Return whether a name is the path of a class of the project's package."""
+    package = project.package()
+    return package is not None and is_class_path(name) and name.startswith(f"{package}.")
+
+
+def load_class(name: str) -> type[OwnTokenizer]:
+    """Return the class of this path.
+
+    Only classes of the project's package are imported: the name may be from a file of someone else.
+
+    Raises:
+        UserError: there is no such class, or it lacks a method.
+    """
+    package = project.package()
+    if package is None:
+        raise UserError(
+            f"tokenizer {name} is a class, which only a project's package may have; "
+            "begin a lockstep.project.Project there"
+        )
+    remedy = f"name a class as {package}.module.Class"
+    if not is_class_of_package(name):
+        raise UserError(f"tokenizer {name} is outside of {package}; {remedy}")
+    module, _, attribute = name.rpartition(".")
+    try:
+        named = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"tokenizer {name} cannot be imported ({error}); {remedy}") from error
+    if not isinstance(named, type) or not named.__module__.startswith(f"{package}."):
+        raise UserError(f"tokenizer {name} is not a class of {package}; {remedy}")
+    lacking = [method for method in METHODS if not callable(getattr(named, method, None))]
+    if lacking:
+        raise UserError(
+            f"tokenizer {name} lacks {', '.join(lacking)}; define what "
+            "lockstep.tokens.tokenizer.OwnTokenizer describes"
+        )
+    return cast("type[OwnTokenizer]", named)
+
+
+def train_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer of this class, trained on `texts`.
+
+    Raises:
+        UserError: its values don't fit what the rest of the project needs.
+    """
+    tokenizer = load_class(name).train(iter(texts), vocab_size)
+    size = getattr(tokenizer, "vocab_size", None)
+    if not isinstance(size, int) or size < 1:
+        raise UserError(f"tokenizer {name} has vocab_size={size}; set it to its number of ids")
+    end = getattr(tokenizer, "end_of_text", None)
+    if not isinstance(end, int) or not 0 <= end < size:
+        raise UserError(
+            f"tokenizer {name} has end_of_text={end}; set it to the id that ends a document, "
+            f"from 0 to {size - 1}"
+        )
+    values: Any = tokenizer.to_dict()
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if kind != name:
+        raise UserError(f"tokenizer {name} has kind={kind} in to_dict; set it to {name!r}")
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"tokenizer {name} cannot be saved ({error}); let to_dict return plain JSON values"
+        ) from error
+    return tokenizer
+
+
+def source_hash(name: str) -> str:
+    """Return a hash of the source of the class's module, which changes with the class.
+
+    Raises:
+        UserError: there is no such class.
+    """
+    file = sys.modules[load_class(name).__module__].__file__
+    assert file is not None, "a module of a package is a file"
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

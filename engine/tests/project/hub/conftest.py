@@ -11,7 +11,7 @@ from lockstep.checkpoints.reading import checkpoint_path, write_checkpoint
 from lockstep.tokens.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
 
-STDLIB = "lockstep.tokens.sources.stdlib.StandardLibrary"
+STDLIB = "lockstep.tokens.sources.text.StandardLibrary"
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
 MODELS = {
     "gpt": {},

@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep.tokens.sources import remote_files
+from lockstep.tokens.sources import files
 
 
 class Faults:
@@ -111,6 +111,6 @@ def serve(folder, **faults):
 @pytest.fixture
 def serving(monkeypatch):
     """A function that serves a folder, with faults; clients don't wait between their tries."""
-    monkeypatch.setattr(remote_files, "WAIT", 0.0)
+    monkeypatch.setattr(files, "WAIT", 0.0)
     fsspec.filesystem("http").dircache.clear()
     return serve

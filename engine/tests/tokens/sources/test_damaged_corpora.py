@@ -14,9 +14,8 @@ import pytest
 import zstandard
 
 from lockstep.errors import UserError
-from lockstep.tokens.sources.jsonl import JsonLines
 from lockstep.tokens.sources.source import Position
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens.sources.text import JsonLines, Text
 
 ROWS = b"".join(b'{"text": "row %d of some text"}\n' % number for number in range(40))
 PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}

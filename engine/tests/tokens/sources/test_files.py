@@ -1,22 +1,30 @@
-"""Which split each document in files is in: by fractions, or by paths of their own."""
+"""Which split each document in files is in, and files of a server that is slow, or fails."""
 
 import gzip
+import io
+import json
+import random
+import sys
 import uuid
 from collections import Counter
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from lockstep.errors import UserError
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import load_index, open_split
 from lockstep.tokens.sources import file_documents as module
-from lockstep.tokens.sources.jsonl import JsonLines
-from lockstep.tokens.sources.parquet import ParquetFiles
+from lockstep.tokens.sources import files
+from lockstep.tokens.sources.files import open_remote
 from lockstep.tokens.sources.source import Position, split_of_name, splits_of_texts
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens.sources.tables import ParquetFiles
+from lockstep.tokens.sources.text import JsonLines, Text
 
-WORDS = "to be or not to be, that is the question " * 40
+TEXT = "to be or not to be, that is the question " * 40
 
 
 def write(root, files):
@@ -70,7 +78,7 @@ def test_many_files_are_tested_on_whole_by_their_names(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 20, 1000])
 def test_parts_of_a_file_are_its_text_in_three_splits(tmp_path, size):
-    text = WORDS[:size]
+    text = TEXT[:size]
     write(tmp_path, {"a.txt": text})
     source = Text(path=str(tmp_path), **SHARES)
     parts = {split: part for part, split in documents(source)}
@@ -85,7 +93,7 @@ def test_parts_of_a_file_are_its_text_in_three_splits(tmp_path, size):
 @pytest.mark.parametrize("count", [2, 60])
 def test_without_a_test_fraction_the_splits_are_as_before(tmp_path, form, count):
     many(tmp_path, count)
-    write(tmp_path, {"long.txt": WORDS})
+    write(tmp_path, {"long.txt": TEXT})
     settings = {"path": str(tmp_path), "documents": form, "val_fraction": 0.25}
     pairs = documents(Text(**settings, test_fraction=0.0))
     assert pairs == documents(Text(**settings))
@@ -151,12 +159,12 @@ def test_a_test_path_leaves_the_division_for_validation_as_it_is(tmp_path):
 
 def test_a_long_held_out_file_is_whole_in_its_split(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 300)
-    write(tmp_path, {"a.txt": WORDS, "held/x.txt": WORDS.upper()})
+    write(tmp_path, {"a.txt": TEXT, "held/x.txt": TEXT.upper()})
     paths = {"path": str(tmp_path / "a.txt"), "val_path": str(tmp_path / "held")}
     texts_of = by_split(Text(**paths))
     assert len(texts_of["val"]) > 5
-    assert b"".join(texts_of["val"]) == WORDS.upper().encode()
-    assert b"".join(texts_of["train"]) == WORDS.encode()
+    assert b"".join(texts_of["val"]) == TEXT.upper().encode()
+    assert b"".join(texts_of["train"]) == TEXT.encode()
 
 
 def test_reading_resumes_at_any_block_of_any_path(tmp_path, monkeypatch):
@@ -225,7 +233,7 @@ def test_a_folder_of_another_kind_is_answered_with_what_it_has(tmp_path, kind, n
 
 
 def test_files_with_a_split_of_their_own_do_not_make_few_files_many(tmp_path):
-    write(tmp_path, {"a.txt": WORDS})
+    write(tmp_path, {"a.txt": TEXT})
     many(tmp_path / "held")
     source = Text(path=str(tmp_path / "a.txt"), test_path=str(tmp_path / "held"), val_fraction=0.2)
     texts_of = by_split(source)
@@ -237,3 +245,149 @@ def test_a_small_test_fraction_of_few_files_is_not_lost(tmp_path):
     many(tmp_path)
     source = Text(path=str(tmp_path), val_fraction=0.3, test_fraction=0.01)
     assert by_split(source)["test"]
+
+
+LINES = [f"row {number} " + random.Random(number).randbytes(20).hex() for number in range(3000)]
+
+
+def texts(source):
+    return [text.decode() for block in source.blocks(Position()) for text in block.texts]
+
+
+def write_text(folder):
+    (folder / "a.txt").write_text("\n".join(LINES))
+    return Text(documents="line"), "a.txt"
+
+
+def write_json(folder):
+    lines = "".join(json.dumps({"text": word}) + "\n" for word in LINES)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return JsonLines(), "a.jsonl.gz"
+
+
+def write_zst(folder):
+    lines = "".join(json.dumps({"text": word}) + "\n" for word in LINES)
+    (folder / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    return JsonLines(), "a.jsonl.zst"
+
+
+def write_parquet(folder):
+    pq.write_table(pa.table({"text": LINES}), folder / "a.parquet", row_group_size=1000)
+    return ParquetFiles(), "a.parquet"
+
+
+WRITERS = (write_text, write_json, write_zst, write_parquet)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_format_is_read_through_cuts_and_failures(serving, tmp_path, writer, parts):
+    source, name = writer(tmp_path)
+    with serving(tmp_path, parts=parts) as (url, faults):
+        source.path = f"{url}/{name}"
+        assert source.files[0].size == (tmp_path / name).stat().st_size
+        faults.cuts = [100, 0, 30_000]
+        faults.failures = int(parts)  # fsspec leaves the connection of a failed stream open
+        assert texts(source) == LINES
+        assert not faults.cuts
+        assert not faults.failures
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_folder_of_a_server_has_its_files_and_their_sizes(serving, tmp_path, writer):
+    source, name = writer(tmp_path)
+    with serving(tmp_path) as (url, _):
+        source.path = f"{url}/"
+        (file,) = source.files
+        assert (file.name, file.size) == (name, (tmp_path / name).stat().st_size)
+        assert texts(source) == LINES
+
+
+def test_a_link_that_is_cut_again_and_again_is_one_clear_line(serving, tmp_path):
+    source, name = write_text(tmp_path)
+    with serving(tmp_path) as (url, faults):
+        source.path = f"{url}/{name}"
+        assert source.files
+        faults.cuts = [0] * 50
+        with pytest.raises(UserError, match=rf"{name} cannot be read: .*; fix it") as caught:
+            texts(source)
+    assert "\n" not in str(caught.value)
+    assert len(faults.cuts) == 50 - files.TRIES
+
+
+def test_a_file_that_is_missing_is_one_clear_line(serving, tmp_path):
+    source, name = write_text(tmp_path)
+    with serving(tmp_path) as (url, _):
+        source.path = f"{url}/none.txt"
+        with pytest.raises(UserError, match=r"none\.txt cannot be read: 404"):
+            texts(source)
+        source.path = f"{url}/*.json"
+        with pytest.raises(UserError, match=r"\*\.json matches no file"):
+            source.identity()
+        source = Text(path=f"{url}/{name}")
+        assert source.files
+        (tmp_path / name).unlink()
+        with pytest.raises(UserError, match=r"a\.txt cannot be read: ") as caught:
+            texts(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_not_called_an_empty_one():
+    with pytest.raises(UserError, match=r"x\.txt cannot be read: .*[Cc]onnect"):
+        Text(path="http://127.0.0.1:9/x.txt").identity()
+
+
+def test_a_slow_server_is_waited_for(serving, tmp_path):
+    source, name = write_text(tmp_path)
+    with serving(tmp_path, pause=0.2) as (url, _):
+        source.path = f"{url}/{name}"
+        assert texts(source) == LINES
+
+
+def test_a_wrong_column_is_one_clear_line(serving, tmp_path):
+    source, name = write_parquet(tmp_path)
+    with serving(tmp_path) as (url, _):
+        source.path, source.column = f"{url}/{name}", "body"
+        with pytest.raises(
+            UserError, match=r"lacks the column data\.source\.column=body; it has text"
+        ):
+            texts(source)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "library"),
+    [("s3://b/a.txt", "s3fs", "s3fs"), ("hf://datasets/a/b", "huggingface_hub", "huggingface_hub")],
+)
+def test_a_protocol_without_its_library_is_one_line_with_the_command(
+    monkeypatch, url, module, library
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    registry = sys.modules["fsspec.registry"]._registry
+    monkeypatch.delitem(registry, url.partition(":")[0], raising=False)
+    line = (
+        rf"data\.source\.path={url} needs {library}, which is not installed; run: .*pip install .*"
+    )
+    with pytest.raises(UserError, match=line + library) as caught:
+        Text(path=url).identity()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_any_reads_and_seeks_give_the_bytes_of_the_file(serving, tmp_path, parts):
+    content = random.Random(0).randbytes(50_000)
+    (tmp_path / "a.bin").write_bytes(content)
+    chance = random.Random(1)
+    with serving(tmp_path, parts=parts) as (url, faults):
+        there = open_remote(fsspec.filesystem("http"), f"{url}/a.bin")
+        here = io.BytesIO(content)
+        for _ in range(40):
+            if parts:
+                faults.cuts = [chance.randrange(200)]
+            whence = chance.choice([io.SEEK_SET, io.SEEK_END])
+            place = chance.randrange(50_000) if whence == io.SEEK_SET else -chance.randrange(50_000)
+            assert there.seek(place, whence) == here.seek(place, whence)
+            size = chance.choice([0, 1, 700, 30_000])
+            assert there.read(size) == here.read(size)
+        assert there.seek(0) == 0
+        assert there.read() == content
+        there.close()

@@ -1,6 +1,8 @@
 import gzip
+import json
 import re
 import subprocess
+import sys
 import uuid
 
 import fsspec
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.tokens.sources import file_documents as module
-from lockstep.tokens.sources.source import Position, split_of_name
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens.sources.source import Position, split_of_name, splits_of_texts
+from lockstep.tokens.sources.text import JsonLines, StandardLibrary, Text
 
 BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 
@@ -272,3 +274,136 @@ def test_json_lines_read_as_text_are_told_once(tmp_path, caplog):
     assert len(list(corpus(path).blocks(Position()))) > 0
     assert caplog.text.count(f"data.source.path={path} has JSON lines") == 1
     assert caplog.text.strip().endswith("data=jsonl")
+
+
+def json_lines(root, **settings):
+    return JsonLines(path=str(root), **settings)
+
+
+@pytest.mark.parametrize(("name", "pack"), PACKED.items())
+def test_json_lines_give_their_field(tmp_path, name, pack):
+    rows = [{"text": "é\n😀", "id": 1}, {"text": ""}, {"text": None}, {"id": 2, "text": "b"}]
+    content = "\n\n".join(json.dumps(row, ensure_ascii=row.get("id") == 1) for row in rows)
+    write(tmp_path, {name.replace("txt", "jsonl"): pack(content.encode()), "readme.txt": "no"})
+    assert texts(json_lines(tmp_path)) == ["é\n😀".encode(), b"b"]
+
+
+def test_another_field_can_be_named(tmp_path):
+    write(tmp_path, {"a.jsonl": '{"text": "t", "body": "b"}\n'})
+    assert texts(json_lines(tmp_path, field="body")) == [b"b"]
+
+
+def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path):
+    write(tmp_path, {"a.jsonl": '{"text": "a\\ud83d"}'})
+    assert texts(json_lines(tmp_path)) == [b"a?"]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '"text"', '{"other": "x"}', '{"text": 3}', "word"])
+def test_a_line_without_the_field_is_shown_with_its_file(tmp_path, line):
+    write(tmp_path, {"a.jsonl": f'{{"text": "x"}}\n{line}\n'})
+    quoted = re.escape(repr(line.encode()))
+    place = rf"a\.jsonl of the corpus, line 2: {quoted} is not"
+    with pytest.raises(UserError, match=rf"{place}.*name another data\.source\.field"):
+        texts(json_lines(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "pack"), PACKED.items())
+def test_the_number_of_a_wrong_line_is_that_of_an_editor(tmp_path, name, pack):
+    lines = [f'{{"text": "{number}"}}'.encode() for number in range(300_000)]  # several blocks
+    lines[250_000] = b'{"text": "a" "b\xe9"}'
+    lines[7] = lines[9] = b""
+    content = b"\xef\xbb\xbf" + b"\r\n".join(lines)
+    write(tmp_path, {name.replace("txt", "jsonl"): pack(content)})
+    with pytest.raises(UserError, match=r", line 250,001: .* \(Expecting ',' delimiter, at charac"):
+        texts(json_lines(tmp_path))
+
+
+def test_an_array_of_objects_is_answered_with_the_command_that_writes_lines(tmp_path):
+    write(tmp_path, {"a.json": '[\n{"text": "x"},\n{"text": "y"}\n]\n'})
+    path, lines = tmp_path / "a.json", tmp_path / "a.lines.jsonl"
+    remedy = rf"jq -c '\.\[\]' {path} > {lines}, then set data\.source\.path={lines}$"
+    with pytest.raises(UserError, match=remedy):
+        texts(json_lines(tmp_path))
+
+
+def test_objects_are_divided_by_their_text(tmp_path):
+    rows = [{"id": number, "text": f"row {number}"} for number in range(300)]
+    write(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, rows))})
+    (block,) = json_lines(tmp_path, val_fraction=0.2, test_fraction=0.2).blocks(Position())
+    assert len(block.texts) == 300
+    assert block.splits == splits_of_texts(block.texts, 0.2, 0.2)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A function that writes a library of these files and returns its source."""
+    monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(tmp_path)}[name])
+
+    def write(files=(), **settings):
+        for name, content in dict(files).items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return StandardLibrary(**settings)
+
+    return write
+
+
+def test_documents_of_the_library_come_sorted_by_relative_path(library):
+    files = {"b.py": b"B", "a/z.py": b"Z", "a.py": b"A", "a/b.py": b""}
+    source = library(files)
+    names = [file.name for file in source.files]
+    assert names == ["a.py", "a/b.py", "a/z.py", "b.py"]
+    assert documents(source) == [(files[name], split_of_name(name, 0.02, 0)) for name in names]
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        "site-packages/x.py",
+        "dist-packages/x.py",
+        "test/x.py",
+        "lib2to3/tests/x.py",
+        "idlelib/idle_test/x.py",
+        "a/__pycache__/x.py",
+        "a/readme.txt",
+    ],
+)
+def test_files_outside_the_library_are_left_out(library, left_out):
+    source = library({left_out: b"x", "kept.py": b"y"})
+    assert [file.name for file in source.files] == ["kept.py"]
+
+
+def test_an_empty_library_is_rejected_with_a_remedy(library, tmp_path):
+    with pytest.raises(UserError, match="data=stdlib.*" + re.escape(str(tmp_path)) + ".*data=text"):
+        library().identity()
+
+
+def test_identity_of_the_library_changes_with_names_and_sizes_only(library):
+    before = library({"a.py": b"12"}).identity()
+    assert library({"a.py": b"34"}).identity() == before
+    longer = library({"a.py": b"123"}).identity()
+    assert longer != before
+    assert library({"a.py": b"12", "b.py": b""}).identity() not in (before, longer)
+
+
+@pytest.mark.parametrize("test_fraction", [0.0, 0.2])
+def test_the_library_at_hand_is_found_and_split_by_name(test_fraction):
+    source = StandardLibrary(val_fraction=0.1, test_fraction=test_fraction)
+    names = [file.name for file in source.files]
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+    splits = [split for _, split in documents(source)]
+    assert splits == [split_of_name(name, 0.1, test_fraction) for name in names]
+    assert source.size == sum(file.size for file in source.files)
+
+
+def test_libraries_that_not_everyone_has_are_imported_when_used():
+    code = """import sys, lockstep.configs, lockstep.launch, pathlib
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+for path in pathlib.Path(lockstep.configs.__file__).parent.glob("source/*.yaml"):
+    get_class(OmegaConf.load(path)._target_)
+print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*sys.modules})"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr

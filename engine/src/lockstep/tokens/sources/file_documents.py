@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from lockstep.errors import UserError
+from lockstep.optional import import_optional
 from lockstep.settings import setting
-from lockstep.tokens.sources.files import (
-    File,
-    Files,
-    find_splits,
-    identity_of,
-    read_content,
-)
-from lockstep.tokens.sources.nul_bytes import refuse_binary
+from lockstep.tokens.sources.files import File, Files, find_splits, identity_of
 from lockstep.tokens.sources.source import (
     BLOCK,
     DOCUMENTS,
@@ -27,6 +22,7 @@ from lockstep.tokens.sources.source import (
     Documents,
     Position,
     reading,
+    refuse_binary,
     split_of_name,
     splits_of_texts,
     to_utf8,
@@ -241,3 +237,32 @@ class PathDocuments(FileDocuments):
         val = self.val_fraction if self.val_path is None else 0.0
         test = self.test_fraction if self.test_path is None else 0.0
         return val, test
+
+
+def read_content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
+    """Yield a file's content, decompressed, without the first `skip` bytes, `size` at a time."""
+    if path.endswith(".zst"):
+        chunks = _decompressed(raw)
+    elif path.endswith(".gz"):
+        chunks = iter(partial(gzip.GzipFile(fileobj=raw).read, size), b"")
+    else:
+        raw.seek(skip)
+        skip = 0
+        chunks = iter(partial(raw.read, size), b"")
+    for data in chunks:
+        yield data[skip:]
+        skip = max(0, skip - len(data))
+
+
+def _decompressed(raw: Any) -> Iterator[bytes]:
+    """Decompress all frames; zstandard's own reader accepts a truncated file."""
+    zstandard = import_optional("a .zst file", "zstandard", "zstd")
+    frame = None
+    data = raw.read(BLOCK)
+    while data:
+        if frame is None or frame.eof:
+            frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        yield frame.decompress(data)
+        data = frame.unused_data or raw.read(BLOCK)
+    if frame and not frame.eof:
+        raise EOFError("it is truncated")

@@ -1,20 +1,29 @@
-"""The files of a folder, a glob, or a URL, plain or compressed."""
+"""The files of a folder, a glob, or a URL: those of this machine, and those of a server.
+
+On this machine, links are followed, and no folder is skipped silently. On a server, reading goes on
+after a lost connection.
+"""
 
 from __future__ import annotations
 
-import gzip
+import io
+import logging
+import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import UserError
-from lockstep.optional import import_optional
+from lockstep.optional import library_command
 from lockstep.settings import counted
-from lockstep.tokens.sources.local_files import LocalFiles
-from lockstep.tokens.sources.remote_files import find_file_system, open_remote
-from lockstep.tokens.sources.source import BLOCK, reading
+from lockstep.tokens.sources.source import reading
+
+logger = logging.getLogger(__name__)
 
 # Ending of a file's name -> the choice of `data` for it.
 CHOICES = {
@@ -25,6 +34,12 @@ CHOICES = {
     ".parquet": "parquet",
     ".bin": "shards",
 }
+EVERYTHING = ("**",)  # the parts of a glob, between slashes
+TRIES = 5  # in a row, before an error of the server ends the reading
+WAIT = 0.5  # seconds before the second try; they double with each
+BUFFER = 1 << 20  # bytes
+# Another try would give the same.
+FINAL = (FileNotFoundError, PermissionError, NotImplementedError)
 
 
 class File(NamedTuple):
@@ -95,7 +110,7 @@ def find_files(
             _raise_cause(system, place, is_here)
         raise UserError(f"{setting}={path} {_what_instead(infos, wanted)}")
     files.sort(key=lambda file: file.name)
-    opener = open if is_here else partial(_open_remote, system)
+    opener = open if is_here else partial(_open_in, system)
     return Files(files, opener, split)
 
 
@@ -144,7 +159,7 @@ def _raise_cause(system: Any, place: str, is_here: bool) -> None:
             raise error.__cause__ from error
 
 
-def _open_remote(system: Any, path: str, _: str) -> Any:
+def _open_in(system: Any, path: str, _: str) -> Any:
     return open_remote(system, path)
 
 
@@ -175,30 +190,230 @@ def identity_of(groups: list[Files]) -> Any:
     return [[group.split, group.identity()] for group in groups]
 
 
-def read_content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
-    """Yield a file's content, decompressed, without the first `skip` bytes, `size` at a time."""
-    if path.endswith(".zst"):
-        chunks = _decompressed(raw)
-    elif path.endswith(".gz"):
-        chunks = iter(partial(gzip.GzipFile(fileobj=raw).read, size), b"")
-    else:
-        raw.seek(skip)
-        skip = 0
-        chunks = iter(partial(raw.read, size), b"")
-    for data in chunks:
-        yield data[skip:]
-        skip = max(0, skip - len(data))
+class LocalFiles:
+    """Lists files as fsspec describes them; also other things than folders, such as FIFOs.
+
+    Its methods raise an `OSError` if a folder can't be read, and a `UserError` if a link leads
+    nowhere, or to a folder that the link is in.
+
+    Args:
+        system: fsspec's local file system, which skips links, and folders that it can't read.
+    """
+
+    def __init__(self, system: Any) -> None:
+        self.system = system
+
+    def in_folder(self, folder: str) -> list[dict[str, Any]]:
+        """Return the files in a folder and its subfolders, except hidden ones."""
+        return [*self._entries(folder, EVERYTHING, (os.path.realpath(folder),), hidden=False)]
+
+    def of_glob(self, pattern: str) -> list[dict[str, Any]]:
+        """Return the files that a glob matches, hidden ones too."""
+        from fsspec.utils import glob_translate  # slow to import, and not always needed
+
+        folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0] or "/"
+        if not Path(folder).is_dir():
+            return []
+        parts = pattern.removeprefix(folder).lstrip("/").split("/")
+        entries = self._entries(folder, parts, (os.path.realpath(folder),), hidden=True)
+        is_match = re.compile(glob_translate(pattern)).match
+        return [entry for entry in entries if is_match(entry["name"])]
+
+    def _entries(
+        self, folder: str, parts: Sequence[str], above: Sequence[str], hidden: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what is in a folder and its subfolders, if a glob may match it.
+
+        Args:
+            folder: its path.
+            parts: the rest of the glob, from this folder on; `**` matches the rest of any path.
+            above: real paths of the first folder, and of those that links have led to.
+            hidden: whether to include what is hidden.
+        """
+        with os.scandir(folder) as listed:
+            entries = [*listed]
+        rest = parts if parts[0] == "**" else parts[1:]
+        for entry in entries:
+            is_hidden = entry.name.startswith(".")
+            if not _may_match(entry.name, parts[0]) or (is_hidden and not hidden):
+                continue
+            info = self._followed(entry)
+            if info["type"] != "directory":
+                yield info
+            elif rest:  # without a rest, the glob matches the folder, not what is in it
+                links = above
+                if entry.is_symlink():
+                    links = (*above, _real_path(entry.path, above))
+                yield from self._entries(entry.path, rest, links, hidden)
+
+    def _followed(self, entry: os.DirEntry[str]) -> dict[str, Any]:
+        """Return the description of a file or a folder, or of what a link leads to."""
+        info: dict[str, Any]
+        if not entry.is_symlink():
+            info = self.system.info(entry)
+            return info
+        try:
+            info = self.system.info(entry.path)
+        except OSError as error:
+            raise UserError(
+                f"{entry.path} of the corpus is a link to {Path(entry.path).readlink()}, which "
+                f"cannot be read ({error.strerror}); restore what it leads to, or remove it"
+            ) from error
+        return info
 
 
-def _decompressed(raw: Any) -> Iterator[bytes]:
-    """Decompress all frames; zstandard's own reader accepts a truncated file."""
-    zstandard = import_optional("a .zst file", "zstandard", "zstd")
-    frame = None
-    data = raw.read(BLOCK)
-    while data:
-        if frame is None or frame.eof:
-            frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        yield frame.decompress(data)
-        data = frame.unused_data or raw.read(BLOCK)
-    if frame and not frame.eof:
-        raise EOFError("it is truncated")
+def _may_match(name: str, part: str) -> bool:
+    """Return whether a name may match a part of a glob; of `[...]`, fsspec knows more forms."""
+    return "[" in part or fnmatchcase(name, part)
+
+
+def _real_path(link: str, above: Sequence[str]) -> str:
+    """Return the folder that a link leads to; raise a `UserError` if the link is in that folder."""
+    target = os.path.realpath(link)
+    if target in above:
+        raise UserError(
+            f"{link} of the corpus is a link to {target}, which contains it, so it has no end; "
+            "remove it"
+        )
+    return target
+
+
+def find_file_system(url: str, setting: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL or a path, and the place in it.
+
+    Raises:
+        UserError: the library for this protocol is missing.
+        Exception: any other error of a file system.
+    """
+    import fsspec  # a large part of the import time, and not always needed
+
+    try:
+        system, place = fsspec.url_to_fs(url)  # expands ~ too
+    except ImportError as error:
+        cause = error.__cause__ or error
+        library = (getattr(cause, "name", None) or str(error)).partition(".")[0]
+        raise UserError(
+            f"{setting}={url} needs {library}, which is not installed; run: "
+            f"{library_command(library)}"
+        ) from error
+    return system, place
+
+
+def open_remote(system: Any, path: str) -> io.BufferedReader:
+    """Open a file of a server for reading; `read` returns fewer bytes only at its end."""
+    return io.BufferedReader(RemoteFile(system, path), BUFFER)
+
+
+class RemoteFile(io.RawIOBase):
+    """Opens a file again, where it was, after an error or an early end.
+
+    A server that doesn't send parts of files sends the file from its start again.
+
+    Args:
+        system: the file system of fsspec.
+        path: the file in it.
+    """
+
+    def __init__(self, system: Any, path: str) -> None:
+        self.system = system
+        self.path = path
+        self.sends_parts = True
+        self.failures = 0  # in a row; of a server that doesn't send parts, in all
+        self.offset = 0
+        self.raw: Any = None
+        self.size: int | None = system.info(path).get("size")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self.offset
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set and return the offset of the next byte; a read goes there.
+
+        Raises:
+            OSError: it is counted from the end, which the server doesn't tell.
+        """
+        start = 0
+        if whence == io.SEEK_CUR:
+            start = self.offset
+        if whence == io.SEEK_END:
+            if self.size is None:
+                raise OSError("the server does not tell its size")
+            start = self.size
+        if start + offset != self.offset:
+            self.offset = start + offset
+            self._close_raw()
+        return self.offset
+
+    def readinto(self, buffer: Any) -> int:
+        """Read bytes into `buffer`, and return how many; 0 at the end.
+
+        Raises:
+            Exception: any error of the file system, several times in a row.
+        """
+        view = memoryview(buffer)
+        data = self._read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._close_raw()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        while self.size is None or self.offset < self.size:
+            try:
+                if self.raw is None:
+                    self._open()
+                data: bytes = self.raw.read(size)
+                if not data and self.size is not None:
+                    raise EOFError(f"it ended at byte {self.offset:,} of {self.size:,}")
+            except Exception as error:  # of any library
+                self._close_raw()
+                self._note_failure(error)
+            else:
+                self.offset += len(data)
+                if self.sends_parts:
+                    self.failures = 0
+                return data
+        return b""
+
+    def _open(self) -> None:
+        """Open the file, and go to the offset."""
+        if self.sends_parts:
+            self.raw = self.system.open(self.path, "rb")
+            self.raw.seek(self.offset)
+            return
+        self.raw = self.system.open(self.path, "rb", block_size=0)  # a stream
+        skipped = 0
+        while skipped < self.offset:
+            data = self.raw.read(min(BUFFER, self.offset - skipped))
+            if not data:
+                raise EOFError(f"it ended at byte {skipped:,}")
+            skipped += len(data)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Wait before another try; raise the error if that is of no use."""
+        if isinstance(error, ValueError) and self.sends_parts:  # what fsspec's HTTP raises
+            self.sends_parts = False
+            return
+        self.failures += 1
+        if self.failures == TRIES or isinstance(error, FINAL):
+            raise error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        logger.warning("%s: %s; trying again at byte %s", self.path, reason, f"{self.offset:,}")
+        time.sleep(WAIT * 2 ** (self.failures - 1))
+
+    def _close_raw(self) -> None:
+        if self.raw is not None:
+            self.raw.close()
+            self.raw = None

@@ -24,8 +24,7 @@ from lockstep.errors import UserError
 from lockstep.loading import order
 from lockstep.settings import Checked, Decides, check, setting
 from lockstep.tokens import tokenizer_choice
-from lockstep.tokens.sources.nul_bytes import refuse_nul
-from lockstep.tokens.tokenizer import Tokenizer, Tokens
+from lockstep.tokens.tokenizer import ByteTokenizer, Tokenizer, Tokens
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
@@ -335,3 +334,26 @@ def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], in
     if invalid and policy == "replace":
         return [text.decode("utf-8", "replace").encode() for text in texts], invalid
     return good, invalid
+
+
+def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:
+    """Raise a `UserError` if a text has a NUL byte, with which `tokenizer=bytes` ends texts.
+
+    Args:
+        texts: documents of one file.
+        tokenizer: the setting `tokenizer`; others have an id for NUL.
+        path: the file.
+    """
+    if tokenizer != ByteTokenizer.kind or b"\0" not in b"".join(texts):
+        return
+    text = next(text for text in texts if b"\0" in text)
+    raise UserError(
+        f"{path} of the corpus has a text with a NUL byte, which ends a document with "
+        f"tokenizer=bytes; remove it from {text[:60]!r}, or choose another tokenizer"
+    )
+
+
+def refuse_binary(piece: bytes, path: str) -> None:
+    """Raise a `UserError` if a piece of a file contains NUL bytes, as binary data and UTF-16 do."""
+    if b"\0" in piece:
+        raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")

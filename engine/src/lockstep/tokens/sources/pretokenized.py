@@ -1,6 +1,8 @@
-"""`data=shards`: token files from another program, as nanoGPT and llm.c write them.
+"""Sources of tokens, not text: `data=shards` and `data=synthetic`.
 
-Such a `.bin` file is one flat array of tokens. That of llm.c follows a header.
+`shards` are token files from another program, as nanoGPT and llm.c write them. Such a `.bin` file
+is one flat array of tokens. That of llm.c follows a header. `synthetic` is uniformly random tokens,
+for benchmarks.
 """
 
 from __future__ import annotations
@@ -17,18 +19,15 @@ from lockstep.errors import UserError
 from lockstep.settings import setting
 from lockstep.tokens import tokenizer_choice
 from lockstep.tokens.sources.files import File, Files, find_splits
-from lockstep.tokens.sources.source import Position, Source, TokenBlock, reading
-from lockstep.tokens.tokenizer import Tokenizer, token_dtype
+from lockstep.tokens.sources.source import BLOCK, Position, Source, TokenBlock, reading
+from lockstep.tokens.tokenizer import NumberTokenizer, Tokenizer, token_dtype
 
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
-
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-
 # The header of llm.c (dev/data/data_common.py) and of modded-nanogpt (data/fineweb.py): 256
 # integers of 32 bits. The first tells the type of the tokens; the third is their number.
 HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "uint32"}  # for GPT-2, for Llama 3
-
 TOKENS = ".bin"
 ALONE = "remove it, or name the token files alone, as in data.source.path=FOLDER/*.bin"
 REMEDIES = {
@@ -39,6 +38,7 @@ REMEDIES = {
     ".npy": "save its array with tofile(), which writes no header, as a .bin file",
 }
 PACKED = (".gz", ".zst")
+SEED = 20_231  # fixed: `seed` determines the order of samples, not the samples
 
 
 @dataclass(frozen=True)
@@ -216,3 +216,58 @@ def _refuse_other(path: str) -> None:
         if name.endswith(ending):
             remedy = better
     raise UserError(f"{path} is not a token file, whose name ends with {TOKENS}; {remedy}")
+
+
+@dataclass
+class RandomTokens(Source):
+    """Uniformly random token ids, the same for the same size on every machine."""
+
+    kind: ClassVar[str] = "synthetic"
+
+    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=65536)
+    tokens: int = setting("tokens in all, validation included", 4_194_304, at_least=1)
+
+    tokenizer: str = setting(
+        "what texts are written with: gpt2, file, folder, or hub name; numbers: as numbers",
+        "numbers",
+    )
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of all tokens."""
+        return self.tokens * token_dtype(self.vocab_size).itemsize
+
+    def identity(self) -> Any:
+        """Return what determines the tokens in addition to the settings."""
+        return SEED
+
+    def tokenizer_identity(self) -> Any:
+        """Return the size of the vocabulary, and the tokenizer if it isn't that of numbers."""
+        name = None
+        if self.tokenizer != NumberTokenizer.kind:
+            name = tokenizer_choice.identity(self.tokenizer)
+        return (name, self.vocab_size, None)
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that `tokenizer` names; raises a `UserError`."""
+        return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
+
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:
+        """Yield all of train, then of val, then of test.
+
+        This scales raw draws of Philox itself, by the high half of `draw * vocab_size`, because
+        NumPy promises stable raw draws but not a stable `integers()`. The bias is < 2**-16.
+        """
+        dtype = token_dtype(self.vocab_size)
+        test = round(self.tokens * self.test_fraction)
+        val = round(self.tokens * self.val_fraction)
+        ends = {"train": self.tokens - val - test, "val": self.tokens - test, "test": self.tokens}
+        done = start.offset
+        philox = np.random.Philox(SEED)
+        philox.random_raw(done, output=False)
+        for split, end in ends.items():
+            while done < end:
+                draws = philox.random_raw(min(BLOCK >> 2, end - done)) >> np.uint64(32)
+                ids = (draws * np.uint64(self.vocab_size)) >> np.uint64(32)
+                done += ids.size
+                yield TokenBlock(Position(0, done, done * dtype.itemsize), split, ids.astype(dtype))
