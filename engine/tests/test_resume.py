@@ -452,11 +452,11 @@ def test_a_sweep_resumes_its_jobs(command):
 def test_a_sweep_takes_no_run_of_another_sweep_for_its_own(command, swept, other, fault):
     words = ("--multirun", "run_dir=sweep", "resume=auto", "max_steps=2")
     command.train(*words, swept)
-    before = content(command.folder / "sweep")
+    before = [content(command.folder / f"sweep/{job}") for job in (0, 1)]
     done = command.train(*words, other, status=2)
     assert done.stderr.count(fault) >= 1
     assert done.stdout.count("nan") == 2
-    assert content(command.folder / "sweep") == before
+    assert [content(command.folder / f"sweep/{job}") for job in (0, 1)] == before
 
 
 @pytest.mark.slow

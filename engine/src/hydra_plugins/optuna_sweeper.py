@@ -103,6 +103,7 @@ class OptunaSweeper(Sweeper):
 
     def _direction(self) -> str:
         """Return whether a small or a large value is good, which `checkpoint.mode` also says."""
+        assert self.config is not None, "Hydra calls `setup` first"
         mode = OmegaConf.select(self.config, "checkpoint.mode")
         monitor = OmegaConf.select(self.config, "checkpoint.monitor")
         usual = "maximize" if mode == "max" else "minimize"

@@ -1,4 +1,5 @@
 import csv
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,61 @@ def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(com
     assert read_offline(command.folder / "run")[0] == {"agents1d"}
     assert command.summary("run")["world_size"] == 2
     assert sweep["metric"]["name"] in read_csv(command.folder / "run")[-1]
+
+
+OF_SHELL = {
+    "WANDB_PROJECT": "projectofshell",
+    "WANDB_ENTITY": "entityofshell",
+    "WANDB_NAME": "nameofshell",
+    "WANDB_TAGS": "tagofshell,othertag",
+    "WANDB_JOB_TYPE": "jobofshell",
+    "WANDB_RUN_GROUP": "groupofshell",
+    "WANDB_NOTES": "notesofshell",
+}
+
+
+def texts_in(folder):
+    """Return all records of the offline runs in a folder, as one text."""
+    return b"".join(path.read_bytes() for path in folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
+def test_wandb_s_variables_hold_where_nothing_is_set_and_the_project_stays(command):
+    offline = ("logger=wandb", "trainer=cpu", "logger.wandb.mode=offline", "max_steps=2")
+    command.train(*offline, "run_dir=run", **OF_SHELL)
+    written = texts_in(command.folder / "run")
+    values = [value for text in OF_SHELL.values() for value in text.split(",")]
+    assert [value for value in values if value.encode() not in written] == []
+    shutil.rmtree(command.folder / "run/wandb")
+    command("train", "run_dir=run", "resume=auto", "max_steps=4")
+    written = texts_in(command.folder / "run")
+    assert b"projectofshell" in written
+    assert b"entityofshell" in written
+
+    typed = ["project=mine", "entity=ours", "tags=[typed]", "job_type=long", "group=set"]
+    words = [f"logger.wandb.{word}" for word in typed]
+    command.train(*offline, *words, "run_name=named", "run_dir=typed", **OF_SHELL)
+    written = texts_in(command.folder / "typed")
+    assert [value for value in values if value.encode() in written] == ["notesofshell"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
+def test_jobs_of_a_sweep_are_several_runs_whatever_the_variable_says(command, read_offline):
+    offline = ("logger=wandb", "trainer=cpu", "logger.wandb.mode=offline", "max_steps=2")
+    command.train("--multirun", *offline, "seed=1,2", "run_dir=sweep", WANDB_RUN_ID="fixed")
+    ids = [read_offline(command.folder / f"sweep/{job}")[0] for job in (0, 1)]
+    assert ids == [{"fixed-0"}, {"fixed-1"}]
+
+
+@pytest.mark.slow
+def test_an_id_that_wandb_rejects_is_the_variable_s_fault(command):
+    offline = ("logger=wandb", "trainer=cpu", "logger.wandb.mode=offline")
+    done = command.train(*offline, "run_dir=run", status=2, WANDB_RUN_ID="a/b:c")
+    assert "WANDB_RUN_ID=a/b:c is rejected by wandb: Run ID cannot contain" in done.stderr
+    assert done.stderr.endswith("; unset it\n")
+    assert not (command.folder / "run").exists()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RUN_ID = "WANDB_RUN_ID"  # of the run that a sweep's agent starts
 MODES = ("auto", "online", "offline", "disabled")
 INIT_SECONDS = 30.0  # for the server's answer at the start
 # What wandb shows for a metric in its table of runs, instead of the last value.
@@ -62,7 +63,9 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         mode: auto, online, offline, or disabled.
         log_model: upload the best and the last checkpoint at the end, as an artifact.
         guard: also of rows that don't come through this logger; None: none.
-        arguments: of `wandb.init`, such as `project`; `group` is by default that of a sweep.
+        arguments: of `wandb.init`, such as `project`; `group` is by default that of a sweep. For
+            what is left out, wandb's variables hold, such as WANDB_TAGS; the project and the
+            entity of the first start stay.
 
     Raises:
         UserError: a setting is unknown, wandb rejects the account, or `log_model` is set and the
@@ -85,7 +88,10 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             "logger.wandb.tags", tags, not isinstance(tags, str), f"must be a list; write [{tags}]"
         )
         _refuse_unknown(arguments)
-        arguments["group"] = arguments.get("group") or sweep_of(directory)
+        group = arguments.get("group") or os.environ.get("WANDB_RUN_GROUP")
+        arguments["group"] = group or sweep_of(directory)
+        arguments["tags"] = tags or None  # wandb then reads its variable
+        arguments |= owner_of(directory, arguments)
         mode = decide_mode(mode)
         if log_model and mode != "online":
             raise UserError(
@@ -101,7 +107,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             dir=str(directory.path.absolute()),  # wandb's process may have another working folder
             id=id_of(directory),
             resume="allow",
-            name=config["run_name"],
+            name=name_of(directory, config["run_name"]),
             config=config,
             **arguments,
         )
@@ -205,6 +211,10 @@ def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
         return wandb.init(mode=mode, settings=quiet, **arguments)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())
+        if RUN_ID in os.environ and "Run ID" in reason:
+            raise UserError(
+                f"{RUN_ID}={os.environ[RUN_ID]} is rejected by wandb: {reason}; unset it"
+            ) from None
         rule = f"is rejected by wandb: {reason}; name another"
         is_project = "Invalid project name" in reason
         check("logger.wandb.project", arguments.get("project"), not is_project, rule)
@@ -225,15 +235,47 @@ def start_run(mode: Any, seconds: float, **arguments: Any) -> Run:
 
 
 def id_of(directory: RunDirectory) -> str:
-    """Return the id of the wandb run of `directory`; a sweep's agent sets it, or we draw it."""
+    """Return the id of the wandb run of `directory`; a sweep's agent sets it, or we draw it.
+
+    The jobs of a sweep of ours have one variable, but are several runs.
+    """
     path = directory.wandb_id
     path.parent.mkdir(exist_ok=True)  # else wandb uses the system's temporary folder
     known = known_id(path, WANDB_ID)
     if known is not None:
         return known
-    new = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    new = in_sweep(directory, os.environ.get(RUN_ID)) or secrets.token_hex(4)
     replace_text(path, new)
     return new
+
+
+def name_of(directory: RunDirectory, run_name: str) -> str:
+    """Return the wandb run's name: `run_name`, or the variable, if that is only the folder's."""
+    if run_name != directory.path.name:
+        return run_name
+    return in_sweep(directory, os.environ.get("WANDB_NAME")) or run_name
+
+
+def in_sweep(directory: RunDirectory, value: str | None) -> str | None:
+    """Return a variable's value, with the job's name where other jobs have the same value."""
+    return f"{value}-{directory.path.name}" if value and sweep_of(directory) else value
+
+
+def owner_of(directory: RunDirectory, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the project and the entity of the run's first start: elsewhere, its id is another's.
+
+    Args:
+        directory: the run.
+        arguments: of `wandb.init` now.
+    """
+    known = directory.notes().get("wandb")
+    if known is None:
+        known = {
+            "project": arguments.get("project") or os.environ.get("WANDB_PROJECT"),
+            "entity": arguments.get("entity") or os.environ.get("WANDB_ENTITY"),
+        }
+        directory.note("wandb", known)
+    return dict(known)
 
 
 def refuse_full_disk(folder: Path) -> None:
