@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,6 +113,8 @@ def test_each_scaling_rule_follows_the_global_batch(rule: str, scale: float) -> 
         ({"peak": math.inf}, "peak=inf must be a finite number"),
         ({"peak": "fast"}, "peak=fast must be a number"),
         ({"warmup": -1}, "warmup=-1 must be at least 0"),
+        ({"start_factor": 0}, "start_factor=0 must be above 0"),
+        ({"start_factor": 1.5}, "start_factor=1.5 must be at most 1"),
         ({"decay": "no_such"}, "decay=no_such is not one of cosine, linear, constant, wsd"),
         ({"decay_fraction": 0}, "decay_fraction=0 must be above 0"),
         ({"decay_fraction": 1.5}, "decay_fraction=1.5 must be at most 1"),
@@ -129,6 +132,17 @@ def test_a_wrong_rule_or_rate_is_one_line() -> None:
         scaled_lr(1e-3, Batch(8), "cubic")
     with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
         scaled_lr(-1, Batch(8))
+
+
+@pytest.mark.parametrize(("warmup", "start"), [(5, 0.1), (2, 0.5), (30, 1.0), (4, 0.25)])
+def test_a_warmup_from_a_start_factor_is_that_of_torch(warmup: int, start: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    theirs = torch.optim.lr_scheduler.LinearLR(optimizer, start, total_iters=warmup - 1)
+    ours = schedule(steps=60, peak=0.4, warmup=warmup, start_factor=start)
+    for step in range(warmup):
+        assert ours.lr(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
 
 
 def test_without_a_warmup_the_first_step_is_at_the_peak() -> None:

@@ -147,3 +147,15 @@ def test_the_command_refuses_an_argument_by_variable_before_it_creates_the_run(c
 
 def test_a_variable_that_torchrun_left_in_a_shell_ends_nothing(command):
     assert "usage" in command("train", "--help", TORCHELASTIC_RUN_ID="none").stdout
+
+
+def test_a_level_of_debugging_that_crashes_torch_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for accelerator, size in (("cpu", 1), ("cuda", 2)):
+        variables.refuse_crash(accelerator, size)
+    with pytest.raises(UserError) as error:
+        variables.refuse_crash("cpu", 2)
+    assert str(error.value) == (
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL ends ranks on CPUs with SIGSEGV, in torch's own code; "
+        "run: export TORCH_DISTRIBUTED_DEBUG=INFO"
+    )

@@ -37,6 +37,8 @@ class Schedule:
         peak: the highest learning rate.
         warmup: steps of the warmup; None: there is none. A run that is no longer, such as a quick
             try of a preset, warms up for a tenth of its steps instead.
+        start_factor: the first step's rate in a warmup, as a fraction of the peak, as in torch's
+            `LinearLR`; None: one part of as many as the warmup has steps.
         decay: how the rate falls.
         decay_fraction: of the run's steps, in which `wsd` falls.
         final_fraction: the last step's rate, as a fraction of the peak.
@@ -48,6 +50,7 @@ class Schedule:
     steps: int
     peak: float
     warmup: int | None = None
+    start_factor: float | None = None
     decay: str = "cosine"
     decay_fraction: float = 0.2
     final_fraction: float = 0.1
@@ -58,6 +61,8 @@ class Schedule:
         check_number("peak", self.peak, above=0)
         if self.warmup is not None:
             check_whole("warmup", self.warmup, at_least=0)
+        if self.start_factor is not None:
+            check_number("start_factor", self.start_factor, above=0, at_most=1)
         check_choice("decay", self.decay, DECAYS)
         check_number("decay_fraction", self.decay_fraction, above=0, at_most=1)
         check_number("final_fraction", self.final_fraction, at_least=0, at_most=1)
@@ -85,7 +90,10 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Return `lr(step)` as a fraction of the peak."""
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            if self.start_factor is None:
+                return (step + 1) / self.warmup_steps
+            risen = step / (self.warmup_steps - 1) if self.warmup_steps > 1 else 1.0
+            return self.start_factor + (1 - self.start_factor) * risen
         if self.decay_steps == 0:
             return 1.0
         ahead = (self.steps - 1 - step) / self.decay_steps  # fraction of the decay left

@@ -3,7 +3,8 @@
 For each there is one decision:
 
 - refused, because it would change the experiment, and config.yaml would not show it:
-  `PL_TRAINER_*`; and interfaces of gloo and NCCL that this machine lacks;
+  `PL_TRAINER_*`; or would end the ranks: interfaces of gloo and NCCL that this machine lacks, and
+  a debugging level with which torch crashes;
 - dropped, because it is of another program: `DROPPED`, and a backend of matplotlib that is not
   here;
 - shown in the receipt and in environment.json, because it can change the last bits of a result, or
@@ -26,6 +27,7 @@ from lockstep.settings import check
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
+DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 TRAINER = "PL_TRAINER_"  # Lightning takes arguments that its Trainer isn't given from these
 # Lightning's `seed_everything` leaves these to the processes that a program starts.
 DROPPED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -92,6 +94,14 @@ def refuse_absent_interfaces(accelerator: str, world_size: int) -> None:
         refuse_absent_interface(GLOO, os.environ.get(GLOO, ""))
         if accelerator == "cuda":
             refuse_absent_interface(NCCL, os.environ.get(NCCL, ""))
+
+
+def refuse_crash(accelerator: str, world_size: int) -> None:
+    """Raise a `UserError` for a variable with which DDP over gloo dies (torch 2.13: SIGSEGV)."""
+    value = os.environ.get(DEBUG, "")
+    rule = f"ends ranks on CPUs with SIGSEGV, in torch's own code; run: export {DEBUG}=INFO"
+    is_fatal = value.upper() == "DETAIL" and accelerator == "cpu" and world_size > 1
+    check(DEBUG, value, not is_fatal, rule)
 
 
 def refuse_absent_interface(variable: str, names: str) -> None:

@@ -6,6 +6,7 @@ import json
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 
 from lockstep.callbacks.guards import Guards
@@ -316,3 +317,11 @@ def test_wrong_settings_are_refused_in_one_line(wrong, line):
     """The value and the rule."""
     with pytest.raises(UserError, match=f"^{line}$"):
         Guards(**wrong)
+
+
+@pytest.mark.parametrize(("validate_every", "warns"), [(None, True), (4, False)])
+def test_an_early_stopping_that_never_acts_is_told(foreign, caplog, validate_every, warns):
+    stopping = EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    callbacks = [stopping, Guards(replicas_every=None, stall_after=None)]
+    foreign.train(foreign.module(), *callbacks, steps=4, validate_every=validate_every)
+    assert ("EarlyStopping waits for val/loss" in caplog.text) == warns

@@ -97,6 +97,11 @@ def test_more_devices_than_gpus_are_rejected_with_the_number_found(fake_gpus):
         ({"devices": "abc"}, "trainer.devices=abc must be auto or a whole number"),
         ({"devices": True}, "trainer.devices=true must be auto or a whole number"),
         ({"devices": 1.5}, "trainer.devices=1.5 must be auto or a whole number"),
+        (
+            {"devices": [0, 2]},
+            "trainer.devices=[0, 2] must be auto or a whole number of at least 1; to use these "
+            "GPUs: CUDA_VISIBLE_DEVICES=0,2 and trainer.devices=auto",
+        ),
         ({"devices": 99_999}, "trainer.devices=99999 must be at most 1024 on one machine"),
         ({"num_nodes": 0}, "trainer.num_nodes=0 must be a whole number of at least 1"),
         ({"num_nodes": "auto"}, "trainer.num_nodes=auto must be a whole number of at least 1"),
@@ -107,6 +112,12 @@ def test_more_devices_than_gpus_are_rejected_with_the_number_found(fake_gpus):
 def test_an_impossible_number_is_one_line(fake_gpus, trainer, line):
     fake_gpus(0)
     assert refusal(trainer).startswith(line)
+
+
+@pytest.mark.parametrize(("text", "devices"), [("2", 2), ("-1", 3), (-1, 3)])
+def test_a_number_may_come_as_text_as_from_a_variable(fake_gpus, text, devices):
+    fake_gpus(3)
+    assert place({"accelerator": "gpu", "devices": text, "num_nodes": 1}).devices == devices
 
 
 def test_a_mac_s_gpu_is_taken_by_its_name_alone(fake_gpus):

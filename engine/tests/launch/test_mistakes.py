@@ -105,8 +105,21 @@ def _line_of(capsys, *words):
     return line.removeprefix(f"{PROGRAM} train: ").removesuffix("\n")
 
 
+ODD_WORDS = {
+    "run_dir=None": "run_dir=None is the text None; write run_dir=null for nothing",
+    "run_name=None": "run_name=None is the text None; write run_name=null for nothing",
+    "--experimental-rerun x": (
+        "--experimental-rerun runs whatever a file contains; use run_dir=RUN resume=auto"
+    ),
+    "run_dir=runs/\udce6\udc9d": (
+        r"run_dir=runs/\udce6\udc9d is not ASCII, and this locale knows nothing else; run: export "
+        "LC_ALL=C.UTF-8"
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("words", "line"), {**UNKNOWN_NAMES, **WRONG_CHOICES, **WRONG_VALUES}.items()
+    ("words", "line"), {**ODD_WORDS, **UNKNOWN_NAMES, **WRONG_CHOICES, **WRONG_VALUES}.items()
 )
 def test_a_mistake_is_one_line_with_the_nearest_the_choices_or_the_rule(words, line, capsys):
     assert line_of(capsys, *words.split()) == line

@@ -33,6 +33,9 @@ RECORDED = {
     "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation": (
         "joined an all-reduce late"
     ),
+    "RuntimeError: Early stopping conditioned on metric `val_loss` which is not available. Pass": (
+        "EarlyStopping monitors val_loss, which nothing logs"
+    ),
 }
 
 

@@ -20,6 +20,7 @@ def tell_limits(trainer: Trainer, pl_module: LightningModule) -> None:
     for line in optimizer_lines(trainer):
         logger.info("  optimizer  %s", line)
     warn_of_idle_schedulers(trainer)
+    warn_of_idle_stopping(trainer)
     if trainer.world_size > 1:
         warn_of_own_statistics(pl_module)
     lines = limits_of_loaders(trainer)
@@ -43,6 +44,26 @@ def optimizer_lines(trainer: Trainer) -> list[str]:
         setters = f"set by {' and '.join(kinds)}" if kinds else "with no scheduler"
         lines.append(f"{line}, {setters}")
     return lines
+
+
+def warn_of_idle_stopping(trainer: Trainer) -> None:
+    """Warn of an early stopping that waits for validations, or for an epoch, that won't come."""
+    if any(count > 0 for count in trainer.num_val_batches):
+        return
+    for callback in trainer.early_stopping_callbacks:
+        at_epoch = getattr(callback, "_check_on_train_epoch_end", False)
+        if not (at_epoch and an_epoch_ends(trainer)):
+            logger.warning(
+                "EarlyStopping waits for %s, but this run has no validation: it will never stop; "
+                "validate, or monitor a metric of training at the end of epochs",
+                getattr(callback, "monitor", "a metric"),
+            )
+
+
+def an_epoch_ends(trainer: Trainer) -> bool:
+    """Return whether an epoch ends before the run's last step."""
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    return steps < math.inf and (trainer.max_steps < 0 or steps <= trainer.max_steps)
 
 
 def warn_of_idle_schedulers(trainer: Trainer) -> None:

@@ -90,6 +90,7 @@ def for_hydra(words: list[str]) -> list[str]:
 
     So a run has one directory, whichever of the two names the program uses.
     """
+    refuse_odd_words(words)
     named = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
     hydras = [f"hydra.{kind}.dir=" for kind in ("run", "sweep")]
     placed = [word for word in words if word.startswith(tuple(hydras))]
@@ -112,6 +113,23 @@ def for_hydra(words: list[str]) -> list[str]:
         if "resume=auto" in (word.replace('"', "").replace("'", "") for word in words):
             added_words = with_recorded(added_words, RunDirectory(path).values())
     return with_overrides(added_words, places)
+
+
+def refuse_odd_words(words: list[str]) -> None:
+    """Raise a `UserError` for words that Hydra or a file would take for something else."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if word == "--experimental-rerun":
+            raise UserError(
+                "--experimental-rerun runs whatever a file contains; use run_dir=RUN resume=auto"
+            )
+        if any("\udc80" <= letter <= "\udcff" for letter in word):  # bytes of another encoding
+            raise UserError(
+                f"{ascii(word)[1:-1]} is not ASCII, and this locale knows nothing else; run: "
+                "export LC_ALL=C.UTF-8"
+            )
+        if value == "None":  # as programs in Python write nothing
+            raise UserError(f"{word} is the text None; write {name}=null for nothing")
 
 
 def with_recorded(words: list[str], recorded: dict[str, Any]) -> list[str]:

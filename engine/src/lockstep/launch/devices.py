@@ -1,6 +1,7 @@
 """The devices of a run: resolves `auto` to those present, without torch."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -42,9 +43,11 @@ def found(
     accelerator = accelerator_of(str(trainer.get("accelerator", "auto")), "trainer.accelerator=cpu")
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
-    if devices == -1:  # Lightning's other word for it
+    if str(devices) == "-1":  # Lightning's other word for it
         devices = "auto"
-    rule = "must be auto or a whole number of at least 1; CUDA_VISIBLE_DEVICES selects GPUs"
+    if isinstance(devices, str) and devices.isdecimal():  # as Lightning, and a variable's value
+        devices = int(devices)
+    rule = f"must be auto or a whole number of at least 1; {_choosing(devices)}"
     check("trainer.devices", devices, devices == "auto" or _is_count(devices), rule)
     check("trainer.num_nodes", nodes, _is_count(nodes), "must be a whole number of at least 1")
     is_possible = devices == "auto" or devices <= MOST_RANKS
@@ -60,9 +63,18 @@ def found(
         )
     placement = Placement(accelerator, int(devices), nodes)
     variables.refuse_absent_interfaces(placement.accelerator, placement.world_size)
+    variables.refuse_crash(placement.accelerator, placement.world_size)
     if placement.devices > 1 and not launcher.is_inside_launcher():
         refuse_no_loopback()
     return placement
+
+
+def _choosing(devices: Any) -> str:
+    """Return how to use the GPUs that a list names, as Lightning's `devices=[0, 1]` would."""
+    numbers = re.findall(r"\d+", str(devices))
+    if not numbers or _is_count(devices):
+        return "CUDA_VISIBLE_DEVICES selects GPUs"
+    return f"to use these GPUs: CUDA_VISIBLE_DEVICES={','.join(numbers)} and trainer.devices=auto"
 
 
 def refuse_half(values: Mapping[str, Any], placement: Placement) -> None:

@@ -135,6 +135,7 @@ class Program:
     @standard_streams.never_failing()
     @log_to_stdout()
     def _run(self, words: list[str]) -> int:
+        refuse_deleted_folder()
         processes.name_program(sys.modules["__main__"], self.name)
         launcher.end_with_launcher()
         variables.settle()
@@ -277,6 +278,14 @@ def _run_new(run: RunDirectory, program: Program, values: dict[str, Any]) -> tup
     if launcher.is_inside_launcher() and os.environ["RANK"] != "0":
         hydra_job.remove_traces(run)  # all ranks use the directory of rank 0
     return status, value_of(run, status)
+
+
+def refuse_deleted_folder() -> None:
+    """Raise a `UserError` if the current folder is gone: a run may be relative to it."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been deleted; go to another one: cd /") from None
 
 
 def refuse_absent(resume: str) -> None:

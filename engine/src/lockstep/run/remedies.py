@@ -27,6 +27,12 @@ def explain(text: str) -> str:
             "see the other ranks' files in ranks/: the rank without this error is the slow one. "
             "guard.stall_after=60 shows where each rank is; strategy.timeout_seconds sets the wait",
         )
+    if unknown := re.search(r"Early stopping conditioned on metric `(\S+)` which is not", text):
+        return _lines(
+            f"EarlyStopping monitors {unknown[1]}, which nothing logs",
+            "set its monitor to a metric in metrics.csv, also to continue this run, such as "
+            "callbacks.NAME.monitor=val/loss",
+        )
     return ""
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
@@ -497,6 +498,8 @@ class Run:
         seconds = time.perf_counter() - self._started
         results = "" if trainer is None else f": {_results_of(trainer)}"
         lines = [f"{status} in {seconds:.0f} s{results}"]
+        if trainer is not None and is_out_of_time(trainer):
+            lines.append("  reason       trainer.max_time is used up; give it more to go on")
         for callback in _callbacks_of(trainer):  # such as Lightning's EarlyStopping
             reason = getattr(callback, "stopping_reason_message", None)
             lines += [f"  reason       {reason}"] if reason else []
@@ -516,6 +519,13 @@ class Run:
 
 def _callbacks_of(trainer: Trainer | None) -> list[Any]:
     return [] if trainer is None else [*trainer.callbacks]  # type: ignore[attr-defined]
+
+
+def is_out_of_time(trainer: Trainer) -> bool:
+    """Return whether Lightning's Timer, which `max_time` makes, has ended training."""
+    timers = [each for each in _callbacks_of(trainer) if isinstance(each, Timer)]
+    left = [timer.time_remaining() for timer in timers]
+    return any(seconds is not None and seconds <= 0 for seconds in left)
 
 
 def _has_stopped_early(trainer: Trainer) -> bool:
