@@ -297,3 +297,26 @@ def test_a_function_of_the_configuration_alone_is_called_as_hydra_calls_it(progr
 def test_a_module_is_run_as_well(program):
     out, _ = program.run("run_dir=r", program=("-m", "train"))
     assert "done in" in out
+
+
+HANDLED = """
+    try:
+        trainer.fit(module, data, ckpt_path=run.checkpoint(trainer))
+    except ZeroDivisionError:
+        print("handled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_failure_that_the_program_handles_is_none(program, devices):
+    fit = re.search(r"^    trainer\.fit\(.+\)\n", PROGRAM, re.MULTILINE)
+    raising = "class Raises(lightning.Callback):\n    def on_train_start(self, *_): 1 / 0\n\n\n"
+    text = PROGRAM.replace(fit[0], HANDLED.lstrip("\n"), 1)
+    text = text.replace("class Points", f"{raising}class Points", 1)
+    text = text.replace("callbacks=[", "callbacks=[Raises(), ", 1)
+    program.write("train.py", text)
+    out, _ = program.run("run_dir=r", f"trainer.devices={devices}")
+    assert "handled" in out
+    assert program.summary("r")["status"] != "failed"
+    assert not (program.folder / "r/failed.json").exists()

@@ -51,6 +51,7 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             config = frozen_config(directory, ranks)
             arguments = [config, run] if takes_run(function) else [config]
             value = function(*arguments)
+            run.handled()
             run.conclude("done", _plain(value))
         except Stopped as stopped:
             if run is not None:
@@ -63,14 +64,15 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
         except BaseException as raised:
             error = mistake_of_node(raised)
             if run is not None:
-                run.handled()
+                run.returned()
             signum = stop_signals.received.first
             if signum is not None and lost_peers(error):  # which got the signal, too
                 return after_signal(signum)
             if run is not None:
                 run.conclude("failed", saved=False)
-            status = run.failure if run is not None else None
-            if status is None:
+            if run is not None:
+                status = run.status_of(error)
+            else:
                 status = report_failure(directory, ranks, error, terminal)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status

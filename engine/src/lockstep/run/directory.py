@@ -249,6 +249,12 @@ class RunDirectory:
             return False
         return True
 
+    def forget_failure(self, rank: int) -> None:
+        """Remove `failed.json` if this rank has written it."""
+        with contextlib.suppress(OSError, ValueError):
+            if self.read_failure().get("rank") == rank:
+                self.failed.unlink()
+
     def read_failure(self) -> dict[str, Any]:
         """Return `failed.json`; empty if nothing failed."""
         return self._read_informative(self.failed)

@@ -4,6 +4,7 @@ It is told before anyone else handles the exception: a callback or a logger may 
 haven't failed, as Lightning's OnExceptionCheckpoint does.
 """
 
+import contextlib
 import threading
 import time
 import traceback
@@ -70,11 +71,12 @@ class HandlingLimit:
     def _meet(self) -> None:
         """Tell the other ranks that this one has failed, and ask whether all have."""
         keys = [f"rank {rank} has failed" for rank in range(self._ranks.world_size)]
-        self._store.set(keys[self._ranks.rank], "")
-        while not self._is_over.wait(POLL_SECONDS):
-            if self._store.check(keys):
-                self._all_failed.set()
-                return
+        with contextlib.suppress(RuntimeError):  # torch's error, if the process that serves it ends
+            self._store.set(keys[self._ranks.rank], "")
+            while not self._is_over.wait(POLL_SECONDS):
+                if self._store.check(keys):
+                    self._all_failed.set()
+                    return
 
     def _limit(self) -> None:
         limit = time.monotonic() + HANDLING_SECONDS

@@ -143,7 +143,8 @@ class Run:
         self._checkpoints: Saves | None = None
         self._disk: AtomicCheckpointIO | None = None
         self._trackers: list[Logger] = []
-        self.failure: int | None = None  # this rank's exit status, once its exception is reported
+        # This rank's exception, once it is reported, and its exit status.
+        self.failure: tuple[BaseException, int] | None = None
         self._handling: HandlingLimit | None = None
         self._is_passing = False  # whether code needs a run that `lockstep.main` hasn't started
         self._started = time.perf_counter()
@@ -399,6 +400,7 @@ class Run:
 
     def _report_first(self, trainer: Trainer) -> None:
         """Let this run report a rank's exception before other callbacks handle it."""
+        self.handled()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, ReportFirst) for callback in callbacks):
             callbacks.insert(0, ReportFirst(self.report))
@@ -412,7 +414,7 @@ class Run:
         if is_stop or self.failure is not None or not isinstance(error, Exception):
             return
         status = report_failure(self.directory, self.ranks, error, self.terminal)
-        self.failure = status
+        self.failure = (error, status)
         store = meeting_store()
         if store is not None:
             self._handling = HandlingLimit(
@@ -427,10 +429,26 @@ class Run:
         last_line.show_end_of_rank(self.directory, self.ranks.rank, status, self.terminal)
         os._exit(status)
 
-    def handled(self) -> None:
+    def status_of(self, error: BaseException) -> int:
+        """Report an exception that ends this rank, if it isn't yet; return the exit status."""
+        cause: BaseException | None = error
+        while cause is not None and self.failure is not None:
+            if cause is self.failure[0]:  # or what its handlers have raised
+                return self.failure[1]
+            cause = cause.__context__
+        return report_failure(self.directory, self.ranks, error, self.terminal)
+
+    def returned(self) -> None:
         """Lift the limit on the handlers of an exception: they have returned."""
         if self._handling is not None:
             self._handling.lift()
+
+    def handled(self) -> None:
+        """Forget a failure that the program has handled: it goes on."""
+        self.returned()
+        if self.failure is not None:
+            self.failure = None
+            self.directory.forget_failure(self.ranks.rank)
 
     def _begin_metrics(self, trainer: Trainer) -> None:
         """Keep, on rank 0, the rows of `metrics.csv` up to where training begins."""
