@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import torch
+import lockstep_gpt  # noqa: F401  whose program it runs
 from lockstep import commands as cli
 from lockstep.checkpoints.reading import (
     checkpoints_in,
@@ -41,7 +42,9 @@ STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")
 TRAIN = [sys.executable, "-m", "lockstep_gpt", "train"]
 SMALL = ["experiment=smoke", "trainer=cpu", "logger=none", "callbacks.sample.length=1"]
-TRACED = ["batch.exact_micro_size=2", "callbacks=[default,trace]", "checkpoint.keep_last=9"]
+EXACT = ["batch.exact_micro_size=2", "checkpoint.keep_last=9"]
+TRACE = "+callbacks.trace"  # after what flips a bit, so that it sees the bit
+TRACED = [f"{TRACE}._target_=lockstep.callbacks.trace.Trace", f"{TRACE}.every=10"]
 MODELS = ("model=nano", "model=modern_nano")
 OPTIMIZERS = ("optim=adamw", "optim=muon")
 PRECISIONS = ("precision=32-true", "precision=bf16-mixed")
@@ -138,18 +141,18 @@ def copy_with_flip(
 
 def train_here(path: Path, overrides: list[str]) -> RunDirectory:
     """Train on one rank, in this process."""
-    words = [*SMALL, *TRACED, "trainer.devices=1", "launch.inline=true", f"run_dir={path}"]
+    words = [*SMALL, *EXACT, "trainer.devices=1", "launch.inline=true", f"run_dir={path}"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        status = cli.main(["train", *words, *overrides])
+        status = cli.main(["train", *words, *overrides, *TRACED])
     assert status == 0, printed.getvalue()
     return RunDirectory(path)
 
 
 def train_on_two(path: Path, overrides: list[str]) -> RunDirectory:
     """Train on two ranks."""
-    words = [*SMALL, *TRACED, "trainer.devices=2", "strategy=ddp", f"run_dir={path}"]
-    subprocess.run([*TRAIN, *words, *overrides], check=True, capture_output=True)
+    words = [*SMALL, *EXACT, "trainer.devices=2", "strategy=ddp", f"run_dir={path}"]
+    subprocess.run([*TRAIN, *words, *overrides, *TRACED], check=True, capture_output=True)
     return RunDirectory(path)
 
 
