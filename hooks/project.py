@@ -57,6 +57,13 @@ OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     "tests",
 }
 RECORD = ".template.json"  # in a project: its template, the commit, the answers
+# How git makes the first commit, whatever the user's own settings are.
+PLAIN = {
+    "commit.gpgsign": "false",
+    "core.hooksPath": os.devnull,
+    "core.safecrlf": "false",  # it may refuse files whose line ends core.autocrlf changes
+    "init.defaultBranch": "main",
+}
 
 
 def make(
@@ -95,7 +102,7 @@ def make(
             _write(target / name, content)
     history = ""
     if answers.git_init:
-        history = _first_commit(target, answers)
+        history = _first_commit(target, contents, answers)
     own = [name for name in contents if not name.startswith(ENGINE)]
     return _screen(target, answers, len(own), history)
 
@@ -156,7 +163,8 @@ def origin_of(root: Path, fetched: str = "") -> dict[str, Any]:
 def _repository_of(root: Path, folder: str, fetched: str) -> str:
     """Return the URL that the template was cloned from, or the path of its local repository."""
     if fetched:
-        url = _git(root, "config", "remote.origin.url").stdout.strip()
+        remote = _git(root, "remote").stdout.strip()  # clone.defaultRemoteName may name it
+        url = _git(root, "config", f"remote.{remote}.url").stdout.strip()
         if url:
             return url
     if not folder:
@@ -224,8 +232,12 @@ def _write(path: Path, content: bytes) -> None:
     path.chmod(0o755 if content.startswith(b"#!") else 0o644)
 
 
-def _first_commit(target: Path, answers: Answers) -> str:
-    """Make `target` a repository with one commit; return the outcome as text."""
+def _first_commit(target: Path, names: Iterable[str], answers: Answers) -> str:
+    """Make `target` a repository with one commit; return the outcome as text.
+
+    It has all files of these `names`, also those that the user's own ignore files name, and the
+    user's files that were there before, unless they are ignored.
+    """
     if not shutil.which("git"):
         return "; git is not installed, so there is no repository"
     if _git(target, "rev-parse", "--is-inside-work-tree").returncode == 0:
@@ -234,20 +246,38 @@ def _first_commit(target: Path, answers: Answers) -> str:
     name = answers.author if re.search(r"\w", answers.author) else answers.project_slug
     who = {"user.name": name, "user.email": answers.email or answers.project_slug}
     unknown = [key for key in who if not _git(target, "config", key).stdout.strip()]
-    quiet = ["-c", "commit.gpgsign=false", "-c", f"core.hooksPath={os.devnull}"]
-    quiet += [word for key in unknown for word in ("-c", f"{key}={who[key]}")]
-    _git(target, "-c", "init.defaultBranch=main", "init", "-q", check=True)
-    _git(target, "add", "-A", check=True)
-    _git(target, *quiet, "commit", "-q", "-m", message, check=True)
+    who = {**PLAIN, **{key: who[key] for key in unknown}}
+    plain = [word for key, value in who.items() for word in ("-c", f"{key}={value}")]
+    _git(target, *plain, "init", "-q", check=True)
+    _git(target, *plain, "add", "-A", check=True)
+    # Unlike `add`, this reads no ignore file: neither the user's, nor one of init.templateDir.
+    words = ("update-index", "--add", "-z", "--stdin")
+    _git(target, *plain, *words, check=True, typed="\0".join(names))
+    _git(target, *plain, "commit", "-q", "-m", message, check=True)
     return "; a git repository with its first commit"
 
 
-def _git(folder: Path, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run git in `folder`, even if it has another owner or another repository calls this."""
+def _git(
+    folder: Path, *arguments: str, check: bool = False, typed: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run git in `folder`, even if it has another owner or another repository calls this.
+
+    Args:
+        folder: where.
+        arguments: of git.
+        check: raise an error if git fails.
+        typed: what git reads.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "safe.directory=*", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=clean, check=check, capture_output=True, encoding="utf-8"
+        command,
+        cwd=folder,
+        env=clean,
+        check=check,
+        input=typed,
+        capture_output=True,
+        encoding="utf-8",
     )
 
 

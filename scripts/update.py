@@ -24,16 +24,29 @@ from pathlib import Path
 
 RECORD = ".template.json"
 ENGINE = "engine"
-# For our temporary commits, which serve only the merge; nobody sees them.
-WHO = ["-c", "user.name=update", "-c", "user.email=update", "-c", "commit.gpgsign=false"]
-PLAIN = [
-    "-c",
-    "core.autocrlf=false",
-    "-c",
-    "merge.renames=true",
-    "-c",
-    "core.hooksPath=" + os.devnull,
-]
+# How git does all of this, whatever the user's own settings are.
+PLAIN = {
+    "commit.gpgsign": "false",
+    "core.hooksPath": os.devnull,
+    "merge.renames": "true",
+    # For our temporary commits, which serve only the merge; nobody sees them.
+    "user.email": "update",
+    "user.name": "update",
+}
+WRITING = ("add", "cherry-pick", "worktree")  # what these write has the line ends of the template
+# How variables of git begin that say how to reach a server, or are settings. All others would name
+# another repository, such as GIT_DIR, which git sets for a hook that calls us.
+KEPT = (
+    "GIT_ALLOW_PROTOCOL",
+    "GIT_ASKPASS",
+    "GIT_CONFIG",
+    "GIT_HTTP_",
+    "GIT_PROTOCOL",
+    "GIT_PROXY_",
+    "GIT_SSH",
+    "GIT_SSL_",
+    "GIT_TERMINAL_PROMPT",
+)
 # Why a file without markers is in conflict, by the states of it that git has.
 WITHOUT_MARKERS = {
     "2": "  (yours, moved with its folder, which the template renamed)",
@@ -79,7 +92,10 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     clone = folder / "template"
     if Path(source).exists():
         source = str(Path(source).resolve())
-    _run(project, ["git", "clone", "-q", "--no-checkout", source, str(clone)], "cannot be cloned")
+    words = ["clone", "-q", "--no-checkout", "-o", "origin", source, str(clone)]
+    done = _call(project, *words)
+    if done.returncode:
+        raise Refused(f"the template cannot be cloned: {' '.join(done.stderr.split())}")
     last = _commit(clone, record["commit"], source)
     new = _commit(clone, options.to or "HEAD", source)
     old_template = _checked_out(clone, folder / "old-template", last, record)
@@ -99,6 +115,7 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     ):
         print(f"up to date with {source} at {new[:12]}")
         return 0
+    _refuse_ignored(project, change)
     edited = _edited_engine(project, old, place)
     if edited:
         print(f"{ENGINE}/ has changes of yours, which git merges: {', '.join(edited)}")
@@ -117,14 +134,27 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
 
 def _apply(project: Path, change: str) -> None:
     """Apply a commit to the project, as far as there are no conflicts; stage it."""
-    done = subprocess.run(
-        ["git", *WHO, *PLAIN, "cherry-pick", "--no-commit", change],
-        cwd=project,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode and not _conflicts(project):  # say, an ignored file in the way
+    done = _call(project, "cherry-pick", "--no-commit", change)
+    if done.returncode and not _conflicts(project):  # say, a folder that cannot be written
         raise Refused(f"git could not apply the changes: {' '.join(done.stderr.split())}")
+
+
+def _refuse_ignored(project: Path, change: str) -> None:
+    """Refuse if git ignores files of the project that the template has: it would replace them."""
+    names = _listed(project, "ls-tree", "-r", "--name-only", change)
+    ours = _listed(project, "ls-files")
+    ignored = sorted(name for name in names - ours if os.path.lexists(project / name))
+    if ignored:
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        raise Refused(
+            f"the template has {', '.join(ignored[:3])}{more}, which git ignores here, perhaps "
+            "because of your global ignore file; git add --force and commit what is the project's, "
+            "move what is yours, then try again"
+        )
+
+
+def _listed(project: Path, *words: str) -> "set[str]":
+    return {name for name in _git(project, *words, "-z").split("\0") if name}
 
 
 def _edited_engine(project: Path, old: str, place: str) -> "list[str]":
@@ -186,28 +216,39 @@ def _state(project: Path, folder: Path, name: str, place: str, *parent: str) -> 
     index = {"GIT_INDEX_FILE": str(folder / f"{name}.index")}
     work = {"GIT_WORK_TREE": str(folder / name), **index}
     work["GIT_DIR"] = _git(project, "rev-parse", "--absolute-git-dir").strip()
-    _git(folder / name, *PLAIN, "add", "-A", "-f", ".", **work)
+    _git(folder / name, "add", "-A", "-f", ".", **work)
     tree = _git(project, "write-tree", **index).strip()
     if place:
         Path(index["GIT_INDEX_FILE"]).unlink()
         _git(project, "read-tree", f"--prefix={place}", tree, **index)
         tree = _git(project, "write-tree", **index).strip()
-    return _git(project, *WHO, "commit-tree", "-m", f"The template, {name}", *parent, tree).strip()
+    return _git(project, "commit-tree", "-m", f"The template, {name}", *parent, tree).strip()
 
 
 def _git(folder: Path, *words: str, **environment: str) -> str:
-    """Run git in `folder`, even if another repository calls us; return its output."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *words],
+    """Run git in `folder`; return its output, or raise `Refused`."""
+    done = _call(folder, *words, **environment)
+    if done.returncode:
+        raise Refused(f"git {words[0]} failed: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def _call(folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run git in `folder`, even if another repository calls us."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith(KEPT)
+    }
+    settings = {**PLAIN, "core.autocrlf": "false"} if words[0] in WRITING else PLAIN
+    plain = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
+    return subprocess.run(
+        ["git", *plain, *words],
         cwd=folder,
         env={**clean, **environment},
         capture_output=True,
         encoding="utf-8",
     )
-    if done.returncode:
-        raise Refused(f"git {words[0]} failed: {' '.join(done.stderr.split())}")
-    return done.stdout
 
 
 def _status(folder: Path, *words: str) -> int:

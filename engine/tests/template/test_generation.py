@@ -139,6 +139,14 @@ def test_the_record_names_no_password(template):
     assert origin_of(template)["template"] == str(template)
 
 
+def test_the_record_names_the_url_of_a_clone_whatever_its_remote_is_called(upstream, tmp_path, git):
+    from hooks.project import origin_of
+
+    url = f"file://{upstream}"
+    git(tmp_path, "-c", "clone.defaultRemoteName=theirs", "clone", "-q", url, "clone")
+    assert origin_of(tmp_path / "clone", "gh:abbreviated")["template"] == url
+
+
 def test_every_file_at_the_root_is_known(template, git):
     from hooks.project import OURS
 
@@ -285,6 +293,49 @@ def test_the_user_s_own_git_settings_sign_the_commit(generate, tmp_path, git):
     finally:
         (generate.home / ".gitconfig").unlink()
     assert git(tmp_path / "my-gpt", "log", "--format=%an <%ae>") == "Me <me@home>\n"
+
+
+@pytest.fixture
+def hostile(generate, git, tmp_path):
+    """Settings of git that hide files, run hooks, and refuse line ends."""
+    hooks = {"hooks/pre-commit": b"#!/bin/sh\nexit 1\n", "info/exclude": b"*.toml\n"}
+    for name, content in hooks.items():
+        write(tmp_path, f"of_git/{name}", content).chmod(0o755)
+    write(tmp_path, "ignore", b"data/\n*.json\n.python-version\n")
+    settings = {
+        "core.autocrlf": "true",
+        "core.excludesFile": tmp_path / "ignore",
+        "core.hooksPath": tmp_path / "of_git/hooks",
+        "core.safecrlf": "true",
+        "init.templateDir": tmp_path / "of_git",
+        "user.useConfigOnly": "true",
+    }
+    generate.home.mkdir(exist_ok=True)
+    file = generate.home / ".gitconfig"
+    for key, value in settings.items():
+        git(tmp_path, "config", "-f", str(file), key, str(value))
+    yield
+    file.unlink()
+
+
+@pytest.mark.usefixtures("hostile")
+def test_the_first_commit_has_all_files_whatever_git_ignores_for_the_user(
+    generate, tmp_path, tree, git
+):
+    generate(tmp_path)
+    project = tmp_path / "my-gpt"
+    listed = git(project, "ls-files", "-z").rstrip("\0").split("\0")
+    assert set(listed) == set(tree(project))
+    assert len(git(project, "log", "--format=%h").splitlines()) == 1
+
+
+def test_the_first_commit_has_no_file_of_the_user_that_is_ignored(generate, tmp_path, git):
+    for name in ("notes.md", ".env", "runs/first/config.yaml"):
+        write(tmp_path, f"my-gpt/{name}")
+    generate(tmp_path, "-f")
+    listed = git(tmp_path / "my-gpt", "ls-files").splitlines()
+    assert {"notes.md", "pyproject.toml"} <= set(listed)
+    assert not {".env", "runs/first/config.yaml"} & set(listed)
 
 
 def test_an_author_whom_git_cannot_name_commits_as_the_project(generate, tmp_path, git):

@@ -47,11 +47,11 @@ def project(first, template, upstream, tmp_path, git):
 
 @pytest.fixture
 def update(environment):
-    def run(project: Path, *words: str, status: int = 0) -> str:
+    def run(project: Path, *words: str, status: int = 0, **variables: str) -> str:
         done = subprocess.run(
             [sys.executable, "scripts/dev.py", "update", *words],
             cwd=project,
-            env=environment(PYTHONDONTWRITEBYTECODE="1"),
+            env=environment(PYTHONDONTWRITEBYTECODE="1", **variables),
             capture_output=True,
             encoding="utf-8",
         )
@@ -347,6 +347,50 @@ def test_projects_that_cannot_be_updated_stay_unchanged(spoil, message, project,
     before = tree(project)
     refused = update(project, status=2)
     assert message in refused
+    assert refused.count("\n") == 1
+    assert tree(project) == before
+
+
+@pytest.mark.slow
+def test_the_user_s_git_settings_and_variables_change_no_update(
+    project, upstream, update, committed, git, tmp_path
+):
+    """Those of a hook's repository, an ignore file, hooks, and another name for remotes."""
+    change(upstream, committed)
+    other = committed(shutil.copytree(tmp_path / "my-gpt/tests", tmp_path / "other"))
+    hook = tmp_path / "hooks/post-checkout"
+    hook.parent.mkdir()
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    (tmp_path / "ignore").write_text("data/\n*.py\n")
+    for key, value in {
+        "clone.defaultRemoteName": "theirs",
+        "core.autocrlf": "true",
+        "core.excludesFile": tmp_path / "ignore",
+        "core.hooksPath": hook.parent,
+        "core.safecrlf": "true",
+    }.items():
+        git(tmp_path, "config", "-f", ".gitconfig", key, str(value))
+    variables = {
+        "GIT_DIR": str(other / ".git"),
+        "GIT_INDEX_FILE": str(other / ".git/index"),
+        "GIT_WORK_TREE": str(other),
+        "HOME": str(tmp_path),
+    }
+    assert "all applied and staged" in update(project, "--to", "main", **variables)
+    assert changes(project, git) == CHANGED
+    assert git(other, "status", "--porcelain") == ""
+
+
+def test_a_file_that_git_ignores_is_not_replaced(project, upstream, update, committed, tree):
+    (upstream / "docs/notes.md").write_text("of the template\n")
+    committed(upstream)
+    (project / "docs/notes.md").write_text("of the user\n")
+    with (project / ".git/info/exclude").open("a") as file:
+        file.write("notes.md\n")
+    before = tree(project)
+    refused = update(project, status=2)
+    assert "the template has docs/notes.md, which git ignores here" in refused
     assert refused.count("\n") == 1
     assert tree(project) == before
 
