@@ -27,6 +27,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from environments import (
     PINS,
     POSIX,
@@ -103,6 +104,7 @@ def main(arguments: "list[str]") -> int:
         return 0
     if not (3, 11) <= sys.version_info[:2] < (3, 15):
         refuse(f"needs Python 3.11 to 3.14, not {sys.version[:6]}; try python3.12 scripts/dev.py")
+    os.environ.pop("PYTHONHOME", None)  # of the Python that runs this, not of the environment's
     if arguments[0] == "update" and (ROOT / "scripts/update.py").is_file():
         import update
 

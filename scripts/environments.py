@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -28,6 +29,56 @@ ENGINE = "engine"  # its folder, if the project has it as source
 ENGINE_NAME = "lightning-lockstep"  # in requirements
 FILE = re.compile(r"[^;]*@ *(file:[^ ;]+)")  # a requirement of a wheel on this machine, its address
 SETS = ("oldest", "pinned", "newest")
+# Variables that change what pip or uv does have one of three decisions. All others are honored, as
+# are those of indexes, proxies, certificates, constraints, and builds, and PIP_REQUIRE_VIRTUALENV.
+# 1. Dropped; in pip's files, the settings of these names are refused.
+DROPPED = (
+    "PIP_ABI",  # wheels of another platform
+    "PIP_EDITABLE",  # more than the project needs
+    "PIP_GROUP",  # the same
+    "PIP_IMPLEMENTATION",  # wheels of another Python
+    "PIP_PLATFORM",  # wheels of another platform
+    "PIP_PREFIX",  # into another folder
+    "PIP_PYTHON",  # into another Python's environment
+    "PIP_PYTHON_VERSION",  # wheels of another Python
+    "PIP_REQUIREMENT",  # more than the project needs
+    "PIP_REQUIREMENTS_FROM_SCRIPT",  # the same
+    "PIP_ROOT",  # into another folder
+    "PIP_TARGET",  # the same
+    "PYTHONHOME",  # Python would be that of another folder, also when the project runs
+    "PYTHONPATH",  # what is there would count as installed
+    "PYTHONUSERBASE",  # of packages outside any environment
+    "UV_NO_EDITABLE",  # later changes of the source would have no effect
+    "UV_PRERELEASE",  # the set of versions decides this
+    "UV_PROJECT",  # another project's pins
+    "UV_PYTHON",  # into another Python's environment
+    "UV_RESOLUTION",  # the set of versions decides this
+    "UV_SYSTEM_PYTHON",  # into the system
+    "UV_WORKING_DIR",  # another project
+    "VIRTUAL_ENV",  # into another environment
+)
+# 2. Switched off, which also overrules pip's files.
+OFF = (
+    "PIP_DRY_RUN",  # nothing would be installed
+    "PIP_IGNORE_INSTALLED",  # files of two versions would be mixed
+    "PIP_NO_DEPENDENCIES",  # what the project needs would be missing
+    "PIP_NO_DEPS",  # the same
+    "PIP_PRE",  # the set of versions decides this
+    "PIP_USER",  # outside the environment, so pip refuses it
+)
+# 3. Refused: they forbid what has to be done.
+REFUSED = (
+    "PIP_REQUIRE_HASHES",  # the pins have none
+    "UV_REQUIRE_HASHES",  # the same
+)
+FALSE = ("", "0", "f", "false", "n", "no", "off")  # as pip reads switches
+PIP_SETTING = re.compile(r"(?:global|install|:env:)\.([\w-]+)=(['\"])(.*)\2", flags=re.MULTILINE)
+# pip has not found a package, or could not ask for it.
+UNREACHED = re.compile(
+    "could not find a version|no matching distribution|retrying|connection|timed? ?out|proxy|ssl|"
+    "certificate|name resolution|http error",
+    flags=re.IGNORECASE,
+)
 UV_NAMES = {
     "PIP_EXTRA_INDEX_URL": "UV_INDEX",
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
@@ -158,33 +209,74 @@ class Environment:
         self.stamp.unlink(missing_ok=True)
         if rebuild and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
             refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
-        with tempfile.TemporaryDirectory() as elsewhere:
-            # uv reads the pins of the pyproject.toml in the folder where it is started.
-            start = str(ROOT) if self.versions == "pinned" else elsewhere
-            for installer, settings in self._installers():
-                calls = [self._needs(wanted[2:])]
-                again = [] if rebuild else _to_install_again()
-                if again:
-                    calls.append(["--force-reinstall", "--no-deps", *calls[0][:2], *again])
+        calls = [self._needs(wanted[2:])]
+        again = [] if rebuild else _to_install_again()
+        if again:
+            calls.append(["--force-reinstall", "--no-deps", *calls[0][:2], *again])
+        try:
+            self._call_installers(calls)
+        except SystemExit:
+            if not rebuild:
+                self.stamp.write_text(" ".join(stamped))  # the previous content is still valid
+            raise
+        self.stamp.write_text(" ".join(wanted))
+
+    def _call_installers(self, calls: "list[list[str]]") -> None:
+        """Let one installer after the other make all calls, until one of them can."""
+        for installer, variables in self._installers():
+            with tempfile.TemporaryDirectory() as elsewhere:
+                # uv reads the pins of the pyproject.toml in the folder where it is started.
+                start = str(ROOT) if self.versions == "pinned" else elsewhere
                 for words in calls:
                     done = subprocess.run(
                         [*installer, *words],
                         cwd=start,
-                        env={**settings, **os.environ},
+                        env=variables,
                         close_fds=False,
                         capture_output=True,
                         errors="replace",
                     )
                     if done.returncode:
                         break
-                if not done.returncode:
-                    break
-            else:
-                sys.stderr.write(done.stdout + done.stderr)
-                if not rebuild:
-                    self.stamp.write_text(" ".join(stamped))  # the previous content is still valid
-                refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER")
-        self.stamp.write_text(" ".join(wanted))
+            if not done.returncode and self._has_project():
+                return
+        output = done.stdout + done.stderr
+        sys.stderr.write(output)
+        if not done.returncode:
+            refuse(
+                f"pip has installed nothing in {self.folder.name}, perhaps because of its "
+                f"settings, which `{self.python} -m pip config list` shows"
+            )
+        if UNREACHED.search(output):
+            refuse(
+                "pip failed, see above; it needs the network, or an index that has this, or "
+                "PIP_FIND_LINKS=FOLDER"
+            )
+        refuse("pip failed, see above")
+
+    def _has_project(self) -> bool:
+        """Return whether the project is here; settings that we do not know may lead elsewhere."""
+        name = _about()["project"]["name"]
+        program = "import importlib.metadata, sys; importlib.metadata.version(sys.argv[1])"
+        words = [self.python, "-I", "-c", program, name]
+        return not subprocess.call(words, stderr=subprocess.DEVNULL)
+
+    def _refuse_settings(self) -> None:
+        """Refuse settings of pip with which it would not install what is needed here."""
+        words = [self.python, "-m", "pip", "config", "list"]
+        done = subprocess.run(words, env=own_variables(), stdout=subprocess.PIPE, errors="replace")
+        if done.returncode:
+            refuse("pip cannot read its settings, see above")
+        for name, _, value in PIP_SETTING.findall(done.stdout):
+            variable = "PIP_" + name.upper().replace("-", "_")
+            if variable in REFUSED and is_on(value):
+                _refuse_hashes(variable, value)
+            if variable in DROPPED:
+                refuse(
+                    f"pip's setting {name}={value} would not install what is needed in "
+                    f"{self.folder.name}; remove it from pip's files, which `{self.python} -m pip "
+                    f"config debug` lists, or set PIP_CONFIG_FILE={os.devnull}"
+                )
 
     def _needs(self, names: "list[str]") -> "list[str]":
         """Return the requirements to install, in the form that pip and uv accept.
@@ -217,17 +309,41 @@ class Environment:
             others = ["-e", engine, *others]
         return ["-c", pins, "-e", project, *others]
 
-    def _installers(self) -> "list[tuple[list[str], dict[str, str]]]":
-        """Return the installers and their environment variables: uv if there is one, then pip.
+    def _installers(self) -> "typing.Iterator[tuple[list[str], dict[str, str]]]":
+        """Yield the installers and their environment variables: uv if there is one, then pip.
 
-        pip's settings for package locations also apply to uv, unless uv has its own.
+        pip's variables for package locations also apply to uv, unless uv has its own.
         """
-        pip = [self.python, "-m", "pip", "install", "-q"]
+        variables = own_variables()
         uv = shutil.which("uv")
-        if not uv:
-            return [(pip, {})]
-        settings = {UV_NAMES[name]: os.environ[name] for name in UV_NAMES if os.environ.get(name)}
-        return [([uv, "pip", "install", "-q", "--python", self.python], settings), (pip, {})]
+        if uv:
+            if is_on(variables.get("UV_REQUIRE_HASHES", "")):
+                _refuse_hashes("UV_REQUIRE_HASHES", variables["UV_REQUIRE_HASHES"])
+            words = [uv, "pip", "install", "-q", "--python", self.python]
+            if is_on(variables.get("PIP_NO_INDEX", "")):  # uv has no such variable
+                words.append("--no-index")
+            # uv does not read its variable next to our option.
+            limits = variables.get("UV_CONSTRAINT") or variables.get("PIP_CONSTRAINT", "")
+            words += [word for file in limits.split() for word in ("-c", file)]
+            named = {UV_NAMES[name]: variables[name] for name in UV_NAMES if variables.get(name)}
+            yield words, {**named, **variables}
+        self._refuse_settings()
+        yield [self.python, "-m", "pip", "install", "-q"], variables
+
+
+def own_variables() -> "dict[str, str]":
+    """Return the environment variables with which installers install here what is needed."""
+    kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
+    return {**kept, **dict.fromkeys(OFF, "0")}
+
+
+def is_on(value: str) -> bool:
+    """Return whether installers take the value of a switch as on."""
+    return value.lower() not in FALSE
+
+
+def _refuse_hashes(name: str, value: str) -> None:
+    refuse(f"{name}={value}, but the project's pins have no hashes; to install it: {name}=0")
 
 
 def _about(folder: str = ".") -> dict:

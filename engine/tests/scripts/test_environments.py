@@ -246,6 +246,168 @@ dependencies = [
 """
 
 
+# What would change what an installer does: variable -> value. A {path} is one of the test.
+TROUBLE = {
+    "PIP_ABI": "cp27",
+    "PIP_DRY_RUN": "1",
+    "PIP_EDITABLE": "/nowhere",
+    "PIP_GROUP": "nothing",
+    "PIP_IGNORE_INSTALLED": "1",
+    "PIP_IMPLEMENTATION": "jy",
+    "PIP_NO_DEPENDENCIES": "1",
+    "PIP_NO_DEPS": "1",
+    "PIP_PLATFORM": "win32",
+    "PIP_PRE": "1",
+    "PIP_PREFIX": "{path}/other",
+    "PIP_PYTHON": "/nowhere/python",
+    "PIP_PYTHON_VERSION": "2.7",
+    "PIP_REQUIREMENT": "/nowhere/requirements.txt",
+    "PIP_REQUIREMENTS_FROM_SCRIPT": "/nowhere/script.py",
+    "PIP_REQUIRE_VIRTUALENV": "1",
+    "PIP_ROOT": "{path}/other",
+    "PIP_TARGET": "{path}/other",
+    "PIP_USER": "1",
+    "PYTHONHOME": sys.base_prefix,
+    "PYTHONPATH": "{path}/other",
+    "PYTHONUSERBASE": "{path}/other",
+    "UV_NO_EDITABLE": "1",
+    "UV_PRERELEASE": "allow",
+    "UV_PROJECT": "/nowhere",
+    "UV_PYTHON": "/nowhere/python",
+    "UV_RESOLUTION": "lowest",
+    "UV_SYSTEM_PYTHON": "1",
+    "UV_WORKING_DIR": "/nowhere",
+    "VIRTUAL_ENV": "{path}/other",
+}
+NEEDS_ONE = 'version = "1"\ndependencies = ["needed>=1.0,<4"]\n'
+SET_UP = "import environments; environments.Environment('newest').set_up()"
+SHOW = (
+    "import importlib.metadata as installed; print(installed.version('demo'), "
+    "installed.version('needed'), installed.distribution('demo').read_text('direct_url.json'))"
+)
+
+
+@pytest.fixture
+def set_up(root, installer, quick_venv, tmp_path):
+    """Set up the environment of the highest versions, with more variables."""
+    (root / "pyproject.toml").write_text(PROJECT.replace('version = "1"\n', NEEDS_ONE))
+    about = tmp_path / "other/needed-2.5.dist-info"  # elsewhere, it is there already
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: needed\nVersion: 2.5\n")
+
+    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+        variables = {name: value.format(path=tmp_path) for name, value in variables.items()}
+        paths = [str(root / "scripts"), *quick_venv.values(), variables.pop("PYTHONPATH", "")]
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return subprocess.run(
+            [sys.executable, "-c", SET_UP],
+            cwd=root,
+            env=os.environ | installer | path | variables,
+            capture_output=True,
+            encoding="utf-8",
+        )
+
+    return run
+
+
+def assert_installed(root):
+    """All that the project needs is in its environment, which reads the project's source."""
+    words = [root / ".venv-newest/bin/python", "-I", "-c", SHOW]
+    done = subprocess.run(words, capture_output=True, encoding="utf-8")
+    assert done.stdout.startswith("1 2.5 {"), done.stdout + done.stderr
+    assert '"editable": true' in done.stdout.replace(":true", ": true")
+
+
+def test_each_variable_that_is_dropped_is_tried():
+    module = load()
+    assert {*module.DROPPED, *module.OFF, "PIP_REQUIRE_VIRTUALENV"} == {*TROUBLE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TROUBLE)
+def test_a_variable_does_not_lead_installers_elsewhere(name, root, set_up, tmp_path):
+    done = set_up(**{name: TROUBLE[name]})
+    assert done.returncode == 0, done.stderr
+    assert_installed(root)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["needed-2.5.dist-info"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["user = yes", "dry-run = true", "no-deps = 1", "pre = on"])
+def test_a_switch_in_pip_s_files_does_not_either(line, root, set_up, tmp_path):
+    (tmp_path / "pip.conf").write_text(f"[install]\n{line}\n")
+    done = set_up(PIP_CONFIG_FILE=str(tmp_path / "pip.conf"))
+    assert done.returncode == 0, done.stderr
+    assert_installed(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installer", ["pip"], indirect=True)
+@pytest.mark.parametrize(
+    ("section", "line", "refused"),
+    [
+        ("global", "target = /nowhere", "pip's setting target=/nowhere would not install"),
+        ("install", "root = /nowhere", "pip's setting root=/nowhere would not install"),
+        ("install", "require-hashes = yes", "PIP_REQUIRE_HASHES=yes, but the project's pins"),
+    ],
+)
+def test_a_place_in_pip_s_files_is_refused_by_name(section, line, refused, set_up, tmp_path):
+    (tmp_path / "pip.conf").write_text(f"[{section}]\n{line}\n[download]\ndest = x\n")
+    done = set_up(PIP_CONFIG_FILE=str(tmp_path / "pip.conf"))
+    assert done.returncode == 2
+    assert f"dev.py: {refused}" in done.stderr.splitlines()[-1]
+    assert "network" not in done.stderr
+    assert not Path("/nowhere").exists()
+    done = set_up(PIP_CONFIG_FILE=os.devnull)  # what the line says
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_what_forbids_to_install_is_refused_by_name(set_up):
+    done = set_up(PIP_REQUIRE_HASHES="1", UV_REQUIRE_HASHES="1")
+    assert done.returncode == 2
+    assert "_REQUIRE_HASHES=1, but the project's pins have no hashes" in done.stderr
+    assert "network" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("installer", "name"),
+    [("pip", "PIP_CONSTRAINT"), ("uv", "PIP_CONSTRAINT"), ("uv", "UV_CONSTRAINT")],
+    indirect=["installer"],
+)
+def test_constraints_of_the_user_are_honored(name, root, set_up, tmp_path):
+    (tmp_path / "limits").write_text("needed<2.5\n")
+    done = set_up(**{name: str(tmp_path / "limits")})
+    assert done.returncode == 0, done.stderr
+    words = [root / ".venv-newest/bin/python", "-I", "-c", SHOW]
+    assert subprocess.check_output(words, text=True).startswith("1 2.0 ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installer", ["pip"], indirect=True)
+def test_the_network_is_blamed_only_if_a_package_was_not_found(root, set_up, tmp_path):
+    def last_line(**variables: str) -> str:
+        done = set_up(**variables)
+        assert done.returncode == 2
+        return done.stderr.splitlines()[-1]
+
+    assert "it needs the network, or an index" in last_line(PIP_FIND_LINKS=str(tmp_path))
+    (root / "backend.py").write_text("raise RuntimeError\n")
+    assert last_line() == "dev.py: pip failed, see above"
+
+
+def test_an_installer_that_installs_nothing_is_found_out(root, monkeypatch, quick_venv):
+    for name, value in quick_venv.items():
+        monkeypatch.setenv(name, value)
+    environment = load(root).Environment()
+    words = [sys.executable, "-c", ""]
+    monkeypatch.setattr(environment, "_installers", lambda: [(words, {**os.environ})])
+    with pytest.raises(SystemExit):
+        environment.set_up()
+    assert not environment.stamp.exists()
+
+
 @pytest.mark.slow
 def test_real_installers_take_the_versions_of_each_set(root, installer, quick_venv):
     text = PROJECT.replace('version = "1"\n', f'version = "1"{NEEDS}')
