@@ -36,6 +36,11 @@ def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch)
     assert processes.typed("check") == f"{PROJECT.program} check"
 
 
+def test_what_nobody_sees_in_an_error_is_shown_as_an_escape(capsys):
+    processes.print_error("seed=1\r\t\x1b[31m\u200b \ufeff李 é\nnext")
+    assert capsys.readouterr().err == "seed=1\\r\\t\\x1b[31m\\u200b \\ufeff李 é\nnext\n"
+
+
 def test_a_tool_of_this_environment_is_named_so_that_typing_it_here_works(tmp_path, monkeypatch):
     folder = tmp_path / ".venv/bin"
     folder.mkdir(parents=True)

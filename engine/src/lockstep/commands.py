@@ -21,6 +21,7 @@ from lockstep.errors import (
 from lockstep.exits import after_signal
 from lockstep.processes import (
     end_process,
+    escaped,
     name_restored,
     own_process,
     print_error,
@@ -132,7 +133,7 @@ def _run_without_command(word: str) -> int:
     if word in ("-h", "--help", "help"):
         print(_usage())
         return 0
-    print(f"{ours.program}: {word} {_unknown_command(word)}", file=sys.stderr)
+    print(escaped(f"{ours.program}: {word} {_unknown_command(word)}"), file=sys.stderr)
     return 2
 
 

@@ -101,17 +101,30 @@ def tool(name: str) -> str:
     return str(path)
 
 
+# Control characters except new lines, and others that cannot be seen -> how Python writes them.
+CONTROLS = (*range(ord("\n")), *range(ord("\n") + 1, ord(" ")), *range(0x7F, 0xA0))
+UNSEEN = (*CONTROLS, 0xA0, 0x200B, 0x2028, 0x2029, 0xFEFF)
+ESCAPES = {code: repr(chr(code))[1:-1] for code in UNSEEN}
+
+
 def print_error(line: str) -> None:
     """Print the line of a failed command, also for torchrun, if it has started this process.
 
     torchrun prints fifty lines of its own after it; the last of these then repeat it as the cause.
+    Characters that a terminal would obey, such as a carriage return, are shown as escapes.
     """
+    line = escaped(line)
     print(line, file=sys.stderr)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+
+
+def escaped(text: str) -> str:
+    """Return a text with escapes, such as `\\r`, for what nobody sees, except new lines."""
+    return text.translate(ESCAPES)
 
 
 def import_all(modules: list[str]) -> None:

@@ -224,3 +224,27 @@ def test_a_run_can_have_any_name_of_a_folder(command):
     command.train(f"run_dir={name}", "max_steps=2", "schedule.warmup=0")
     assert command.summary(name)["status"] == "done"
     assert "is done" in command("train", f"run_dir={name}", "resume=auto").stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optim.lr=1e-3\r", r"'optim.lr=1e-3\r' ends with a carriage return, as lines of Windows"),
+        ("experiment=smoke\r", r"'experiment=smoke\r' ends with a carriage return, as lines of"),
+        ("--multirun\r", r"'--multirun\r' ends with a carriage return, as lines of Windows do"),
+        ("optim.lr\r=1e-3", r"'optim.lr\r=1e-3' has in its name a carriage return, as lines of"),
+        ("optim.lr=1e-3\t", r"'optim.lr=1e-3\t' ends with the character '\t'; remove it"),
+        ("run_dir=x\x1b", r"'run_dir=x\x1b' ends with the character '\x1b'; remove it"),
+        ("seed=1,2\x85", r"'seed=1,2\x85' ends with the character '\x85'; remove it"),
+        ("\ufeffseed=1", r"'\ufeffseed=1' has in its name the character '\ufeff'; remove it"),
+    ],
+)
+def test_a_word_with_a_character_that_nobody_sees_is_refused(word, expected):
+    line = refusal("experiment=smoke", word)
+    assert line.startswith(expected)
+    assert ("tr -d '\\r' < FILE > NEW_FILE" in line) == ("\r" in word)
+
+
+def test_a_quoted_text_may_have_any_characters():
+    values, _ = values_of("experiment=smoke", 'run_name="a\tb\r"', "logger=none")
+    assert values["run_name"] == "a\tb\r"

@@ -180,6 +180,74 @@ def test_a_preempted_run_ends_with_the_bits_of_an_undisturbed_one(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+PRINTING = """#!/usr/bin/env bash
+printf "<%s>" "$@"
+"""
+
+
+@pytest.fixture
+def task_of_array(tmp_path):
+    """Start a task of a job array whose program only prints its words."""
+    (tmp_path / "program").write_text(PRINTING)
+    (tmp_path / "program").chmod(0o755)
+
+    def start(index, restarts=0, **variables):
+        started = start_of_slurm(tmp_path, [], restarts)
+        array = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": index}
+        program = {"TRAIN_COMMAND": str(tmp_path / "program")}
+        return subprocess.run(
+            started.words[:2],  # without a run_dir
+            env={**os.environ, **started.environment, **array, **program, **variables},
+            capture_output=True,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n", "\n\n", ""], ids=repr)
+def test_a_task_of_an_array_has_the_overrides_of_its_line(task_of_array, tmp_path, end):
+    (tmp_path / "sweep.txt").write_bytes(f"seed=1\r\noptim.lr=1e-3 seed=2{end}".encode())
+    done = task_of_array("2", SWEEP="sweep.txt")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<train><optim.lr=1e-3><seed=2><run_dir=runs/slurm-70/2>")
+
+
+@pytest.mark.parametrize(
+    ("content", "index", "line"),
+    [
+        (b"a=1\n", "2", "--array has the index 2, which must be a line of SWEEP=sweep.txt; use "),
+        (b"a=1\n", "0", "--array has the index 0, which must be a line of SWEEP=sweep.txt; use "),
+        (b"", "0", "--array has the index 0, which must be a line of SWEEP=sweep.txt; use "),
+        (b"a=1\r\n\r\nb=1", "2", "line 2 of SWEEP=sweep.txt must have overrides; add, "),
+        (b" \nb=1", "1", "line 1 of SWEEP=sweep.txt must have overrides; add, "),
+        (None, "1", "SWEEP=sweep.txt must be a file with a line of overrides for each task; "),
+    ],
+)
+def test_a_task_without_a_line_does_not_train(task_of_array, tmp_path, content, index, line):
+    if content is not None:
+        (tmp_path / "sweep.txt").write_bytes(content)
+    done = task_of_array(index, SWEEP="sweep.txt")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"train.sbatch: {line}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_file_of_overrides_belongs_to_an_array(task_of_array):
+    for index, sweep in (("1", ""), ("", "sweep.txt")):
+        done = task_of_array(index, SWEEP=sweep)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"train.sbatch: SWEEP={sweep} ")
+
+
+def test_a_requeued_task_needs_no_line_once_its_run_has_its_settings(task_of_array, tmp_path):
+    assert task_of_array("1", restarts=1, SWEEP="sweep.txt").returncode == 2
+    (tmp_path / "runs/slurm-70/1").mkdir(parents=True)
+    (tmp_path / "runs/slurm-70/1/config.yaml").touch()
+    done = task_of_array("1", restarts=1, SWEEP="sweep.txt")
+    assert done.stdout.startswith("<train><trust_run_dir=true><run_dir=runs/slurm-70/1>")
+
+
 def test_each_engine_s_file_starts_the_same_command():
     script = (SCRIPTS / "kubernetes/train.sh").read_text()
     batch = (SCRIPTS / "slurm/train.sbatch").read_text()

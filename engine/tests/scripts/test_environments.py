@@ -346,18 +346,20 @@ def test_a_switch_in_pip_s_files_does_not_either(line, root, set_up, tmp_path):
 @pytest.mark.parametrize(
     ("section", "line", "refused"),
     [
-        ("global", "target = /nowhere", "pip's setting target=/nowhere would not install"),
-        ("install", "root = /nowhere", "pip's setting root=/nowhere would not install"),
+        ("global", "target = {path}", "pip's setting target={path} would not install"),
+        ("install", "root = {path}", "pip's setting root={path} would not install"),
         ("install", "require-hashes = yes", "PIP_REQUIRE_HASHES=yes, but the project's pins"),
     ],
 )
 def test_a_place_in_pip_s_files_is_refused_by_name(section, line, refused, set_up, tmp_path):
-    (tmp_path / "pip.conf").write_text(f"[{section}]\n{line}\n[download]\ndest = x\n")
+    path = tmp_path / "elsewhere"
+    written = f"[{section}]\n{line.format(path=path)}\n[download]\ndest = x\n"
+    (tmp_path / "pip.conf").write_text(written)
     done = set_up(PIP_CONFIG_FILE=str(tmp_path / "pip.conf"))
     assert done.returncode == 2
-    assert f"dev.py: {refused}" in done.stderr.splitlines()[-1]
+    assert f"dev.py: {refused.format(path=path)}" in done.stderr.splitlines()[-1]
     assert "network" not in done.stderr
-    assert not Path("/nowhere").exists()
+    assert not path.exists()
     done = set_up(PIP_CONFIG_FILE=os.devnull)  # what the line says
     assert done.returncode == 0, done.stderr
 

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import pairwise
@@ -85,11 +86,37 @@ def quoted(word: str) -> str:
     return f'{name}="{escaped}"'
 
 
+def refuse_unseen(words: list[str]) -> None:
+    """Raise a `UserError` for a word that ends with a control character, or has one in its name.
+
+    Nobody types these, and Hydra would take them as a part of a value, or of a name. A character
+    without a width in a name, such as a byte order mark, isn't seen either.
+    """
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if unicodedata.category(word[-1:] or " ") == "Cc":
+            unseen, place = word[-1], "ends with"
+        else:
+            in_name = [letter for letter in name if unicodedata.category(letter) in ("Cc", "Cf")]
+            if not (equals and in_name):
+                continue
+            unseen, place = in_name[0], "has in its name"
+        what = f"the character {unseen!r}; remove it"
+        if unseen == "\r":
+            what = "a carriage return, as lines of Windows do; remove it, from a whole file with: "
+            what += r"tr -d '\r' < FILE > NEW_FILE"
+        raise UserError(f"{word!r} {place} {what}")
+
+
 def for_hydra(words: list[str]) -> list[str]:
     """Return a command line as Hydra takes it: with our settings, and `run_dir` as its own folder.
 
     So a run has one directory, whichever of the two names the program uses.
+
+    Raises:
+        UserError: a word has characters that nobody sees, or names another kind of run directory.
     """
+    refuse_unseen(words)
     refuse_odd_words(words)
     named = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
     hydras = [f"hydra.{kind}.dir=" for kind in ("run", "sweep")]
