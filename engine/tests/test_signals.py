@@ -1,6 +1,7 @@
 """Signals to a whole run: the first decides, and repeats change nothing."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import stop_signals
 from lockstep.stop_signals import REPEAT_SECONDS
 
 TWO_RANKS = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
@@ -145,6 +147,48 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_and_the_same_command_
     assert status == 0
     assert "\ndone in " in out
     assert command.summary("run")["status"] == "done"
+
+
+# A compiler that a kernel keeps busy until a file says that a signal has come. torch knows its kind
+# by its name.
+COMPILER = """#!{python}
+import os, sys, time
+if any(word.endswith(".main.cpp") for word in sys.argv[1:]):
+    open("{folder}/compiles", "w").close()
+    while not os.path.exists("{folder}/signaled"):
+        time.sleep(0.05)
+os.execvp("g++", ["g++", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+def test_a_signal_that_also_ends_a_compiler_is_told_as_a_stop(command, wait_for, processes_of):
+    compiler = command.folder / "g++"
+    compiler.write_text(COMPILER.format(python=sys.executable, folder=command.folder))
+    compiler.chmod(0o755)
+    settings = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(command.folder / "kernels")}
+    words = command.smoke(f"run_dir={command.folder}/run", "trainer=cpu", "compile=true")
+    process = command.start_words([sys.executable, *RUN, *words], **settings)  # not a fork
+    wait_for(lambda: (command.folder / "compiles").exists() or process.poll() is not None)
+    for pid in {process.pid, *processes_of(command.folder)}:
+        os.kill(pid, signal.SIGINT)
+    (command.folder / "signaled").touch()
+    status, out = ended(process)
+    assert status == 128 + signal.SIGINT
+    line = "stopped by SIGINT before the first step; nothing is kept: start it again"
+    assert out.splitlines()[-1] == line
+    assert not (command.folder / "run").exists()
+
+
+def test_only_a_compiler_s_error_after_a_signal_is_a_stop(monkeypatch):
+    error = RuntimeError("it does not compile")
+    error.__cause__ = subprocess.CalledProcessError(-signal.SIGTERM, "g++")
+    monkeypatch.setattr(stop_signals, "received", stop_signals.StopSignals())
+    assert not stop_signals.ended_by_signal(error)
+    stop_signals.received.handle(signal.SIGTERM, None)
+    assert stop_signals.ended_by_signal(error)
+    assert not stop_signals.ended_by_signal(RuntimeError("of the model"))
 
 
 PREPARES = """

@@ -16,6 +16,14 @@ from types import FrameType
 from lockstep.exits import after_signal
 from lockstep.processes import STOP_SIGNALS, is_own_process
 
+# Errors of what torch compiles, and of programs that it starts for this. By name: this module is
+# also part of processes that don't import torch.
+OF_COMPILERS = (
+    "BackendCompilerFailed",
+    "CalledProcessError",
+    "CppCompileError",
+    "SubprocException",
+)
 REPEAT_SECONDS = 0.3  # less is one Ctrl-C: `timeout -s INT` signals a process and its group
 AT_ONCE = "\nstopping at once, without a save"
 
@@ -107,6 +115,19 @@ class StopSignals:
 
 
 received = StopSignals()  # of this process
+
+
+def ended_by_signal(error: BaseException | None) -> bool:
+    """Return whether `error` is of a compiler that ended because of a stop signal.
+
+    A signal to all processes of a job, or to a process group, also ends those that torch has
+    started to compile a step.
+    """
+    while received.first is not None and error is not None:
+        if any(kind.__name__ in OF_COMPILERS for kind in type(error).__mro__):
+            return True
+        error = error.__cause__
+    return False
 
 
 def install(*, has_keyboard: bool = False) -> StopSignals:

@@ -7,6 +7,7 @@ import yaml
 
 from lockstep.errors import RunError, UserError
 from lockstep.run import directory as run_directory
+from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory, differences
 from lockstep.run.frozen_file import frozen_text
 
@@ -235,6 +236,16 @@ def test_only_the_first_failure_is_recorded(run):
     assert not run.record_failure({"rank": 0, "error": "second"})
     assert run.read_failure() == {"rank": 1, "error": "first"}
     assert json.loads(run.failed.read_text())["rank"] == 1
+
+
+def test_a_long_error_is_recorded_without_its_middle(run):
+    run.create(VALUES)
+    assert last_line.record(run, 0, 1, RuntimeError("first" + "x" * 120_000 + "last"), "a line")
+    error = run.read_failure()["error"]
+    assert error.startswith("RuntimeError: firstx")
+    assert "[110,023 characters]" in error
+    assert error.endswith("xlast")
+    assert len(error) < last_line.LONGEST_ERROR + 100
 
 
 @pytest.mark.usefixtures("full_disk")

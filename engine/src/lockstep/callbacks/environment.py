@@ -18,7 +18,6 @@ from lockstep.loggers.tracking import git_state
 from lockstep.run.run import Run
 from lockstep.whole_files import replace_text
 
-NAME = "environment.json"  # in the run's directory
 LIBRARIES = ("lightning", "hydra-core", "numpy")
 
 
@@ -29,7 +28,7 @@ class RecordEnvironment(Callback):
         """Write the file."""
         if trainer.is_global_zero:
             text = json.dumps(environment(pl_module.device), indent=2) + "\n"
-            replace_text(Run.current().path / NAME, text)
+            replace_text(Run.current().directory.environment, text)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -66,8 +66,10 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             if run is not None:
                 run.returned()
             signum = stop_signals.received.first
-            if signum is not None and lost_peers(error):  # which got the signal, too
-                return after_signal(signum)
+            if signum is not None and (lost_peers(error) or stop_signals.ended_by_signal(error)):
+                if run is not None:
+                    run.forget_first_step()
+                return after_signal(signum)  # which lost peers got, too
             if run is not None:
                 run.conclude("failed", saved=False)
             if run is not None:

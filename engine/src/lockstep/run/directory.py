@@ -53,6 +53,7 @@ class RunDirectory:
         self.trace = path / "trace.csv"  # the bits of each step, with the callback `Trace`
         self.summary = path / "summary.json"  # how the run ended
         self.failed = path / "failed.json"  # rank, step and error of the first failure
+        self.environment = path / "environment.json"  # where it runs, with `RecordEnvironment`
         self.decided = path / "decided.json"  # values that the run has decided at its first start
         self.wandb_id = path / "wandb/run_id"  # so that a resumed run continues the same W&B run
         self.overrides = path / "overrides.log"  # what each resume changed

@@ -31,6 +31,7 @@ from lockstep.whole_files import replace_text
 # Above this size, a checkpoint counts as intact because it is complete: verifying it would delay
 # the line by more than some seconds, and a resume verifies it anyway.
 VERIFIED_BYTES = 1 << 33
+LONGEST_ERROR = 10_000  # characters, in `failed.json`
 
 _is_left_to_agent = False  # whether an agent prints the last line of this process
 _unrecorded: dict[str, Any] = {}  # this rank's failure, if the run's disk is full
@@ -131,14 +132,21 @@ def record(
     run: RunDirectory, rank: int, status: Exit, error: BaseException | str, line: str
 ) -> bool:
     """Record a rank's failure and its line in `failed.json`; return whether it is the first."""
-    summary = error
-    if isinstance(error, BaseException):
-        summary = f"{type(error).__name__}: {error}"
-    failure = {"rank": rank, "status": status, "error": summary, "line": line}
+    summary = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+    failure = {"rank": rank, "status": status, "error": shortened(summary), "line": line}
     is_first = run.record_failure(failure)
     if is_first and not recorded(run):
         _hand_over(failure)
     return is_first
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle if it is long, as what a compiler prints; logs have all."""
+    left_out = len(text) - LONGEST_ERROR
+    if left_out <= 0:
+        return text
+    half = LONGEST_ERROR // 2
+    return f"{text[:half]}\n[{left_out:,} characters]\n{text[-half:]}"
 
 
 def _hand_over(failure: dict[str, Any]) -> None:

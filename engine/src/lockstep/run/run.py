@@ -211,6 +211,12 @@ class Run:
         """Whether the run has trained before: it then has weights of its own."""
         return self.directory.has_begun()
 
+    def forget_first_step(self) -> None:
+        """Let rank 0's first step count as not begun, unless it has ended."""
+        is_first = self.trainer is not None and self.trainer.global_step == 0
+        if self.ranks.rank == 0 and is_first and self.resumed is None:
+            self.directory.metrics.unlink(missing_ok=True)
+
     def check_peers(self) -> None:
         """Raise a `MeetingError` if one of the ranks has failed since this start."""
         if self.directory.failed.exists():
@@ -411,6 +417,7 @@ class Run:
         From now on, its other handlers have some seconds, unless all ranks have failed.
         """
         is_stop = stop_signals.received.first is not None and lost_peers(error)
+        is_stop = is_stop or stop_signals.ended_by_signal(error)
         if is_stop or self.failure is not None or not isinstance(error, Exception):
             return
         status = report_failure(self.directory, self.ranks, error, self.terminal)
