@@ -81,7 +81,7 @@ def settings_of(source: Source) -> dict[str, Any]:
     defaults = {item.name: item.default for item in fields(source)}
     settings: dict[str, Any] = {"source": source.kind}
     for name in source.deciding():
-        value = getattr(source, name)
+        value = source.recorded(name)
         is_unused = name in source.added_later and value == defaults[name]
         if name not in APART and not is_unused:
             settings[name] = value

@@ -101,10 +101,14 @@ class Source(Checked, ABC):
         """Return the names of the settings that decide tokens."""
         return [item.name for item in fields(cls) if decided_by(item) == "tokens"]
 
+    def recorded(self, name: str) -> Any:
+        """Return a setting's value as fingerprints and runs record it."""
+        return getattr(self, name)
+
     def marks(self) -> dict[str, Any]:
         """Return, as JSON values, what can't change without a new look at the corpus."""
         values = {
-            item.name: getattr(self, item.name)
+            item.name: self.recorded(item.name)
             for item in fields(self)
             if decided_by(item) != "nothing"
         }
