@@ -360,4 +360,5 @@ def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:
 def refuse_binary(piece: bytes, path: str) -> None:
     """Raise a `UserError` if a piece of a file contains NUL bytes, as binary data and UTF-16 do."""
     if b"\0" in piece:
-        raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")
+        remedy = "save it as UTF-8, or name the texts alone with a glob"
+        raise UserError(f"{path} is not text: it has NUL bytes; {remedy}")
