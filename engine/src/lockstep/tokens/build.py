@@ -34,7 +34,14 @@ from lockstep.processes import end_with_parent
 from lockstep.tokens import shards
 from lockstep.tokens.recipe import Recipe, create_folder, progress, refuse_empty_splits, splits_of
 from lockstep.tokens.shards import INDEX, Index, SplitWriter
-from lockstep.tokens.sources.source import Block, Position, Source, TokenBlock, group_by_split
+from lockstep.tokens.sources.source import (
+    Block,
+    Documents,
+    Position,
+    Source,
+    TokenBlock,
+    group_by_split,
+)
 from lockstep.tokens.tokenizer import Tokenizer, Tokens
 from lockstep.tokens.tokenizer_choice import from_dict
 
@@ -90,8 +97,12 @@ def _write(recipe: Recipe, folder: Path) -> None:
                 _save(folder, index, writers)
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
-            kind = recipe.source.kind
-            raise UserError(f"data={kind} contains no text; choose a corpus that does")
+            what = "text" if isinstance(recipe.source, Documents) else "tokens"
+            path = getattr(recipe.source, "path", None)
+            place = f" in data.source.path={path}" if path else ""
+            raise UserError(
+                f"data={recipe.source.kind} contains no {what}{place}; choose a corpus that does"
+            )
         refuse_empty_splits(recipe, writers)
         _save(folder, index, writers)
 

@@ -179,15 +179,24 @@ def check_block_size(index: Index, block_size: int) -> None:
     check_whole("block_size", block_size, at_least=1)
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
-            fraction = "test_fraction" if name.endswith("test") else "val_fraction"
-            hint = ""
-            if fraction in index.settings:
-                hint = f" (data.source.{fraction}={index.settings[fraction]})"
+            remedy = "give it more data"
+            if split.tokens > 1:
+                remedy = f"set at most {split.tokens - 1}, or {remedy}"
             raise UserError(
                 f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
-                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"
-                f"{hint}"
+                f"split has {split.tokens:,}; {remedy}{_size_setting(index, name)}"
             )
+
+
+def _size_setting(index: Index, split: str) -> str:
+    """Return the setting that decides the size of a split, in parentheses; "" if none does."""
+    named = index.settings.get("named", {})
+    if split in named:
+        return f" (data.source.{named[split]})"
+    fraction = "test_fraction" if split.endswith("test") else "val_fraction"
+    if fraction not in index.settings or (split == "train" and "val" in named):
+        return ""
+    return f" (data.source.{fraction}={index.settings[fraction]})"
 
 
 def hash_of_file(path: Path) -> str:
