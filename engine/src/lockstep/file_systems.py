@@ -13,6 +13,7 @@ from enum import Enum, auto
 UNSUPPORTED = frozenset(
     [errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY]
 )
+FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
 # error number -> what to do, where a folder or a file cannot be written
 REMEDIES = {
     errno.ENOSPC: "make room on its disk",
@@ -27,6 +28,10 @@ REMEDIES = {
     errno.EIO: "its disk, or the network to it, has failed: check it, or choose another folder",
     errno.ESTALE: "its network file system is gone: mount it again",
     errno.ETIMEDOUT: "its network file system doesn't answer: check the network",
+    **dict.fromkeys(
+        [*UNSUPPORTED, errno.ENODEV], "its disk cannot do this: choose a folder on another disk"
+    ),
+    errno.EINVAL: "choose another folder",  # a name may be what is invalid
 }
 
 
@@ -43,9 +48,19 @@ def is_unsupported(error: OSError) -> bool:
     return error.errno in UNSUPPORTED
 
 
+def is_full(error: OSError) -> bool:
+    """Return whether an operation failed for lack of space."""
+    return error.errno in FULL
+
+
 def lacks_links(error: OSError) -> bool:
     """Return whether a hard link failed because this file system has none."""
     return is_unsupported(error) or error.errno in (errno.EPERM, errno.EXDEV, errno.EMLINK)
+
+
+def lacks_maps(error: OSError) -> bool:
+    """Return whether a file could not be mapped into memory because this file system can't."""
+    return is_unsupported(error) or error.errno == errno.ENODEV
 
 
 def locked(take: Callable[[], object]) -> Lock:
@@ -65,11 +80,16 @@ def locked(take: Callable[[], object]) -> Lock:
     return Lock.TAKEN
 
 
-def remedy(error: OSError) -> str:
+def remedy(error: OSError, setting: str = "") -> str:
     """Return what to do about a folder or a file that cannot be written.
+
+    Args:
+        error: why it cannot be written.
+        setting: that chooses the folder, if one does.
 
     Example:
         >>> remedy(OSError(errno.EROFS, "Read-only file system"))
         'its file system is read-only: choose another folder'
     """
-    return REMEDIES.get(error.errno or 0, "choose another folder")
+    text = REMEDIES.get(error.errno or 0, "choose another folder")
+    return text.replace("choose", f"set {setting} to") if setting else text

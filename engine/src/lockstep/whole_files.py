@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -50,6 +51,24 @@ def write_output(path: Path, content: str | bytes) -> None:
             file.write(content)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); {remedy(error)}") from None
+
+
+def put_in_place(unfinished: Path, folder: Path) -> bool:
+    """Give a complete folder its name; if it exists by now, remove ours, and return False.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    sync_folder(unfinished)
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # where there are no locks, another process may be as far
+            raise
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return False
+    sync_folder(folder.parent)
+    return True
 
 
 def sync_folder(folder: Path) -> None:

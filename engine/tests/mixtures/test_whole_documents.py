@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(prepared, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_documents, "sync_folder", full)
+    monkeypatch.setattr(whole_documents, "put_in_place", full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         pack(prepared, 16)
 

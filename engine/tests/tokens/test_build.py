@@ -21,13 +21,14 @@ from lockstep.tokens.prepare import prepare
 from lockstep.tokens.shards import (
     Split,
     SplitWriter,
+    check_block_size,
     check_content,
     check_sizes,
     load_index,
     open_split,
 )
 from lockstep.tokens.sources import file_documents
-from lockstep.tokens.sources.pretokenized import RandomTokens
+from lockstep.tokens.sources.pretokenized import RandomTokens, TokenFiles
 from lockstep.tokens.sources.text import Text
 from lockstep.tokens.tokenizer import BytePairTokenizer, ByteTokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
@@ -323,10 +324,51 @@ def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fractions, line
 
 
 def test_a_corpus_without_text_is_rejected(tmp_path):
-    (tmp_path / "empty.txt").write_text("\n\n")
-    config = Text(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
-    with pytest.raises(UserError, match=r"data=text contains no text"):
+    path = tmp_path / "empty.txt"
+    path.write_text("\n\n")
+    config = Text(root=str(tmp_path), path=str(path), documents="line")
+    line = f"^data=text contains no text in data.source.path={path}; choose a corpus that does$"
+    with pytest.raises(UserError, match=line):
         prepare(config)
+
+
+def test_files_without_tokens_are_rejected(tmp_path):
+    path = tmp_path / "empty.bin"
+    path.touch()
+    line = f"^data=shards contains no tokens in data.source.path={path}; choose a corpus that does$"
+    with pytest.raises(UserError, match=line):
+        prepare(TokenFiles(root=str(tmp_path), path=str(path)))
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_split_s_own_files_without_tokens_are_named(tmp_path, split):
+    tokens, empty = tmp_path / "t.bin", tmp_path / "empty.bin"
+    tokens.write_bytes(bytes(2000))
+    empty.touch()
+    named = f"data.source.{split}_path={empty}"
+    with pytest.raises(UserError, match=f"^{named} leaves no tokens for the {split} split; give"):
+        prepare(TokenFiles(root=str(tmp_path), path=str(tokens), **{f"{split}_path": str(empty)}))
+    named = f"data.source.path={empty}"
+    with pytest.raises(UserError, match=f"^{named} leaves no tokens for the train split; give"):
+        prepare(TokenFiles(root=str(tmp_path), path=str(empty), val_path=str(tokens)))
+
+
+def test_a_split_of_its_own_files_that_is_too_short_names_their_setting(tmp_path):
+    for name, text in (("text", "some words " * 99), ("short", "x")):
+        (tmp_path / name).write_text(text)
+    paths = {"path": str(tmp_path / "text"), "root": str(tmp_path / "data")}
+    for split, settings in (
+        ("val", {"val_path": str(tmp_path / "short")}),
+        ("test", {"test_path": str(tmp_path / "short"), "val_fraction": 0.5}),
+    ):
+        index = load_index(prepare(Text(**paths, **settings)))
+        line = rf"the {split} split has 2; set at most 1, or .* \(data\.source\.{split}_path\)$"
+        with pytest.raises(UserError, match=line):
+            check_block_size(index, 64)
+    swapped = {"path": paths["path"].replace("text", "short"), "val_path": paths["path"]}
+    index = load_index(prepare(Text(**paths | swapped)))
+    with pytest.raises(UserError, match=r"the train split has 2; .* give it more data$"):
+        check_block_size(index, 64)
 
 
 @pytest.mark.slow

@@ -274,11 +274,12 @@ def test_a_folder_without_write_permission_fails_in_one_clear_line(tmp_path, sma
         prepare(small(tmp_path))
 
 
-def test_a_binary_file_is_rejected_by_its_name(tmp_path):
+@pytest.mark.parametrize("path", ["texts/logo.png", "texts/*.png"])
+def test_a_binary_file_is_rejected_by_its_name(tmp_path, path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9)
-    with pytest.raises(UserError, match=r"texts/logo.png is not text: it has NUL bytes; remove it"):
-        prepare(Text(root=str(tmp_path / "data"), path=str(tmp_path / "texts")))
+    with pytest.raises(UserError, match=r"texts/logo.png is not text: it has NUL bytes; save it"):
+        prepare(Text(root=str(tmp_path / "data"), path=str(tmp_path / path)))
     assert not [*tmp_path.glob("data/text-*")]
 
 

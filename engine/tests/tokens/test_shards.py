@@ -170,6 +170,12 @@ def test_a_block_longer_than_a_split_is_rejected_with_the_longest_that_fits(trai
     assert str(caught.value).endswith("give it more data (data.source.val_fraction=0.1)")
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_split_that_no_block_fits_is_not_answered_with_a_smaller_one(tokens):
+    with pytest.raises(UserError, match=rf"the val split has {tokens}; give it more data \(data\."):
+        check_block_size(of_sizes(1000, tokens), 8)
+
+
 @pytest.mark.parametrize(
     ("share", "hint"), [({"test_fraction": 0.3}, " (data.source.test_fraction=0.3)"), ({}, "")]
 )

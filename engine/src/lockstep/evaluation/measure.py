@@ -260,7 +260,8 @@ def of_text(
         UserError: there are no files, or they aren't text.
     """
     source = Text(path=path)
-    source.file_groups = [find_files(path, setting="--data", split="test")]  # whole, not divided
+    # Whole, not divided.
+    source.file_groups = [find_files(path, setting="--data", split="test", texts=True)]
     pieces = []
     text_bytes = 0
     for block in source.blocks(Position()):

@@ -13,20 +13,21 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep.errors import UserError
 from lockstep.file_systems import lacks_links
 from lockstep.tokens import shards
-from lockstep.tokens.prepare import prepare
+from lockstep.tokens.prepare import prepare, unwritable
 from lockstep.tokens.recipe import Recipe, create_folder
 from lockstep.tokens.shards import Index, Split
 from lockstep.tokens.sources.file_documents import ENDS
 from lockstep.tokens.sources.source import Source
 from lockstep.tokens.tokenizer import Tokenizer
 from lockstep.tokens.tokenizer_choice import from_dict
-from lockstep.whole_files import replace_text
+from lockstep.whole_files import replace_text, sync
 
 
 class PreparedSources:
@@ -112,8 +113,11 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> Source:
         digest = hashlib.sha256(values["json"].encode()).hexdigest()[:8]
         path = Path(config.root).expanduser() / "tokenizers" / f"{digest}.json"
         if not _has(path, values["json"].encode()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, values["json"])
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, values["json"])
+            except OSError as error:
+                raise unwritable(config.root, error) from error
         name = str(path)
     defaults = {item.name: item.default for item in fields(config)}
     # Only token files say how many ids there are; text has as many as its tokenizer.
@@ -148,13 +152,20 @@ def _sum(indexes: Collection[Index], name: str) -> Split:
 
 
 def _link(old: Path, new: Path) -> None:
-    """Link a file, or link it by name, where the file system has no hard links."""
-    try:
-        os.link(old, new)
-    except OSError as error:
-        if not lacks_links(error):
-            raise
-        new.symlink_to(Path("..", old.parent.name, old.name))
+    """Link a file; where there are no hard links, by its name; where there are none, copy it."""
+    by_name = partial(new.symlink_to, Path("..", old.parent.name, old.name))
+    for link in (partial(os.link, old, new), by_name):
+        try:
+            link()
+        except OSError as error:
+            if not lacks_links(error):
+                raise
+        else:
+            return
+    with old.open("rb") as source, new.open("wb") as copy:
+        shutil.copyfileobj(source, copy)
+        copy.flush()
+        sync(copy.fileno())
 
 
 @contextmanager

@@ -11,9 +11,10 @@ next token of the file as its target.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import shutil
+import socket
+import threading
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -26,11 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import UserError
+from lockstep.file_systems import lacks_maps, remedy
 from lockstep.settings import counted
 from lockstep.tokens import shards
+from lockstep.tokens.prepare import only_builder
 from lockstep.tokens.shards import hash_of_file, read_sealed, write_sealed
 from lockstep.tokens.tokenizer_choice import from_dict
-from lockstep.whole_files import replacing, sync_folder
+from lockstep.whole_files import put_in_place, replacing
 
 if TYPE_CHECKING:
     from lockstep.tokens.windows import Windows
@@ -89,14 +92,17 @@ def pack(folder: Path, block_size: int) -> Path:
     packed = folder_within(folder, block_size)
     if not packed.is_dir():
         try:
-            with packed.with_name(f".{packed.name}.lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process ends
+            lock = packed.with_name(f".{packed.name}.lock")
+            with only_builder(lock, folder.parent) as is_locked:
+                # Without locks, all ranks write these windows, each into its own folder.
+                own = f".{socket.gethostname()}-{threading.get_native_id()}"
+                name = f".{packed.name}{'' if is_locked else own}.unfinished"
                 if not packed.is_dir():
-                    _write(folder, packed, block_size)
+                    _write(folder, packed, block_size, packed.with_name(name))
         except OSError as error:
             raise UserError(
-                f"{folder} cannot be written ({error.strerror}); packing=documents keeps its "
-                "windows there, so make room, or permit it"
+                f"{folder} cannot be written ({error.strerror}), where packing=documents keeps its "
+                f"windows; {remedy(error, 'data.root')}"
             ) from error
     check(packed)
     return packed
@@ -115,19 +121,18 @@ def check(packed: Path) -> None:
             raise _unusable(packed, f"is damaged: {name} does not match its SHA-256")
 
 
-def _write(folder: Path, packed: Path, block_size: int) -> None:
+def _write(folder: Path, packed: Path, block_size: int, unfinished: Path) -> None:
     """Write the windows of all splits; the folder appears when they are complete and on disk."""
     started = time.perf_counter()
-    unfinished = packed.with_name(f".{packed.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir()
     try:
         facts_of_splits = _write_splits(folder, unfinished, block_size)
-        unfinished.rename(packed)
+        if not put_in_place(unfinished, packed):
+            return
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    sync_folder(folder)
     for split, facts in facts_of_splits.items():
         if facts.empty:
             empty = f"{facts.empty:,} of {counted(facts.documents, 'document')}"
@@ -200,8 +205,7 @@ def open_pieces(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32
     """
     facts = load(packed)[split]
     try:
-        names = ("starts", "lengths", "first")
-        arrays = [np.load(_file(packed, split, name), mmap_mode="r") for name in names]
+        arrays = [_loaded(_file(packed, split, name)) for name in ("starts", "lengths", "first")]
     except Exception as error:  # NumPy raises any error for a damaged header
         raise _unusable(packed, "is damaged") from error
     if [array.ndim for array in arrays] != [1, 1, 1]:
@@ -210,6 +214,17 @@ def open_pieces(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32
         raise _unusable(packed, "is damaged")
     starts, lengths, first = arrays
     return starts, lengths, first
+
+
+def _loaded(path: Path) -> npt.NDArray[Any]:
+    """Memory-map an array, or read it, where a disk has no maps: it is far below the tokens."""
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+    except OSError as error:
+        if not lacks_maps(error):
+            raise
+        array = np.load(path)
+    return array
 
 
 def _unusable(packed: Path, reason: str) -> UserError:

@@ -7,7 +7,6 @@ tokenized in other processes, or in a thread while the next block is read, in or
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import multiprocessing
 import os
@@ -30,11 +29,19 @@ import numpy as np
 from tqdm import tqdm
 
 from lockstep.errors import RunError, UserError
+from lockstep.file_systems import is_full, remedy
 from lockstep.processes import end_with_parent
 from lockstep.tokens import shards
 from lockstep.tokens.recipe import Recipe, create_folder, progress, refuse_empty_splits, splits_of
 from lockstep.tokens.shards import INDEX, Index, SplitWriter
-from lockstep.tokens.sources.source import Block, Position, Source, TokenBlock, group_by_split
+from lockstep.tokens.sources.source import (
+    Block,
+    Documents,
+    Position,
+    Source,
+    TokenBlock,
+    group_by_split,
+)
 from lockstep.tokens.tokenizer import Tokenizer, Tokens
 from lockstep.tokens.tokenizer_choice import from_dict
 
@@ -59,10 +66,11 @@ def write(recipe: Recipe, folder: Path) -> None:
         splits = splits_of(recipe.source)
         if len([*folder.glob("*.bin")]) <= len(splits):  # no token file is full yet
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and is_full(error):
             raise RunError(
-                f"data.root={recipe.source.root} has no space left for the prepared tokens; free "
-                "some (finished work is kept), or set data.root to a folder on a larger disk"
+                f"data.root={recipe.source.root} has no space left for the prepared tokens "
+                f"({error.strerror}); {remedy(error)} (finished work is kept), or set data.root to "
+                "a folder on a larger disk"
             ) from error
         raise
 
@@ -89,8 +97,12 @@ def _write(recipe: Recipe, folder: Path) -> None:
                 _save(folder, index, writers)
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
-            kind = recipe.source.kind
-            raise UserError(f"data={kind} contains no text; choose a corpus that does")
+            what = "text" if isinstance(recipe.source, Documents) else "tokens"
+            path = getattr(recipe.source, "path", None)
+            place = f" in data.source.path={path}" if path else ""
+            raise UserError(
+                f"data={recipe.source.kind} contains no {what}{place}; choose a corpus that does"
+            )
         refuse_empty_splits(recipe, writers)
         _save(folder, index, writers)
 
@@ -131,9 +143,10 @@ def _show(bar: tqdm[Any], read: int, writers: dict[str, SplitWriter]) -> None:
 
 def _remove_abandoned(root: Path) -> None:
     """Remove killed builds that weren't resumed for a week."""
-    for path in root.glob(".*-????????.unfinished"):
-        if time.time() - path.stat().st_mtime > WEEK:
-            shutil.rmtree(path, ignore_errors=True)  # best effort: leftovers do no harm
+    for pattern in (".*-????????.unfinished", ".*-????????.on-*.unfinished"):
+        for path in root.glob(pattern):
+            if time.time() - path.stat().st_mtime > WEEK:
+                shutil.rmtree(path, ignore_errors=True)  # best effort: leftovers do no harm
 
 
 def cut_to_index(folder: Path, index: Index) -> None:

@@ -6,18 +6,20 @@ that wait do so without a collective, so no limit of one ends a build that takes
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import RunError, UserError
+from lockstep.file_systems import Lock, is_full, locked, remedy
 from lockstep.settings import as_typed
 from lockstep.tokens import build, shards
 from lockstep.tokens.recipe import (
@@ -29,7 +31,7 @@ from lockstep.tokens.recipe import (
 )
 from lockstep.tokens.sources.source import Source
 from lockstep.tokens.tokenizer import NumberTokenizer
-from lockstep.whole_files import sync_folder
+from lockstep.whole_files import put_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -171,12 +173,9 @@ def prepare(source: Source, verify: bool = False, tell: bool = False) -> Path:
         try:
             is_new = not recipe.folder.is_dir() and _build(recipe)
         except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            kind = RunError if is_full else UserError
-            raise kind(
-                f"data.root={source.root} cannot be written ({error.strerror}); set data.root to a "
-                "folder that you may write, on a disk with space"
-            ) from error
+            if _is_elsewhere(error, source.root):  # an own source reads files, too
+                raise
+            raise unwritable(source.root, error) from error
     folder = opened(source)
     if not is_fixed:
         _refuse_other_vocabulary(source, folder)
@@ -239,11 +238,15 @@ def opened(source: Source) -> Path:
 def _build(recipe: Recipe) -> bool:
     """Build the folder and return True, or wait until another process has, and return False."""
     folder = recipe.folder
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_name(f".{folder.name}.lock")):
+    lock = folder.with_name(f".{folder.name}.lock")
+    busy = "waiting for another process that prepares the same data"
+    with only_builder(lock, folder.parent, busy) as is_locked:
         if folder.is_dir():
             return False
+        # Without locks, ranks of several machines may build at once, each into its own folder.
+        machine = "" if is_locked else f".on-{socket.gethostname()}"
+        unfinished = folder.with_name(f".{folder.name}{machine}.unfinished")
         if isinstance(recipe.source, BuildsItself):
             recipe.source.build(recipe, unfinished)
         else:
@@ -251,19 +254,51 @@ def _build(recipe: Recipe) -> bool:
         if recipe_of(recipe.source).fingerprint != recipe.fingerprint:
             shutil.rmtree(unfinished)
             raise UserError(f"{folder.name}: the corpus changed meanwhile; prepare it again")
-        sync_folder(unfinished)
-        unfinished.rename(folder)
-    sync_folder(folder.parent)
-    return True
+        return put_in_place(unfinished, folder)
+
+
+def _is_elsewhere(error: OSError, root: str) -> bool:
+    """Return whether a failure is about a file that has nothing to do with prepared tokens."""
+    if not isinstance(error.filename, str):
+        return False
+    place = Path(error.filename).absolute()
+    folder = Path(root).expanduser().absolute()
+    return not (place.is_relative_to(folder) or folder.is_relative_to(place))
+
+
+def unwritable(root: str, error: OSError) -> UserError | RunError:
+    """Return the error for a folder of prepared tokens that cannot be written."""
+    kind = RunError if is_full(error) else UserError
+    fault = f"data.root={root} cannot be written ({error.strerror})"
+    return kind(f"{fault}; {remedy(error, 'data.root')}")
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Lock `path` exclusively; the system unlocks it however the process ends."""
+def only_builder(path: Path, root: Path, busy: str = "") -> Iterator[bool]:
+    """Lock `path` exclusively; the system unlocks it however the process ends.
+
+    Args:
+        path: the lock's file.
+        root: the folder of prepared tokens.
+        busy: what to say while another process has the lock.
+
+    Yields:
+        Whether it is locked: some disks have no locks, which is said once.
+
+    Raises:
+        OSError: the file cannot be written, or the disk is broken.
+    """
     with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that prepares the same data")
+        state = locked(partial(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        if state is Lock.BUSY:
+            if busy:
+                logger.info(busy)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if state is Lock.UNSUPPORTED:
+            _tell_of_no_locks(root)
+        yield state is not Lock.UNSUPPORTED
+
+
+@cache  # once, however many folders are built there
+def _tell_of_no_locks(root: Path) -> None:
+    logger.warning("data.root=%s is on a disk without locks: prepare it only once", root)

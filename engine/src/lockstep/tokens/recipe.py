@@ -81,7 +81,7 @@ def settings_of(source: Source) -> dict[str, Any]:
     defaults = {item.name: item.default for item in fields(source)}
     settings: dict[str, Any] = {"source": source.kind}
     for name in source.deciding():
-        value = getattr(source, name)
+        value = source.recorded(name)
         is_unused = name in source.added_later and value == defaults[name]
         if name not in APART and not is_unused:
             settings[name] = value
@@ -110,15 +110,24 @@ def _digest(values: Any) -> str:
 def create_folder(recipe: Recipe, folder: Path) -> Index:
     """Create the folder, if it doesn't exist, and return its index, still without tokens."""
     folder.mkdir(exist_ok=True)
+    source = recipe.source
+    settings = {**recipe.settings, "held_out": source.held_out}
+    named = {split: name for split in SPLITS[1:] if (name := setting_of(source, split))}
     return Index(
         format=shards.FORMAT,
         dtype=token_dtype(recipe.tokenizer.vocab_size).newbyteorder("<").str,
         tokenizer=recipe.tokenizer.to_dict(),
         fingerprint=recipe.fingerprint,
         fingerprints=recipe.fingerprints,
-        settings={**recipe.settings, "held_out": recipe.source.held_out},
+        settings={**settings, "named": named} if named else settings,
         splits=dict.fromkeys(splits_of(recipe.source), shards.Split()),
     )
+
+
+def setting_of(source: Source, split: str) -> str | None:
+    """Return the setting that names a split's own files or rows, if it is set."""
+    names = (f"{split}_path", f"{split}_split")
+    return next((name for name in names if getattr(source, name, None) is not None), None)
 
 
 def splits_of(source: Source) -> tuple[str, ...]:
@@ -143,6 +152,14 @@ def refuse_empty_splits(recipe: Recipe, writers: Mapping[str, SplitWriter]) -> N
     for name in reversed(list(writers)):
         if writers[name].tokens:
             continue
+        named = setting_of(source, name)
+        if name == "train" and setting_of(source, "val"):
+            named = "path"
+        if named:
+            value = getattr(source, named)
+            raise UserError(
+                f"data.source.{named}={value} leaves no tokens for the {name} split; give more"
+            )
         held_out = name
         remedy = "raise it or use a larger corpus"
         if name == "train":

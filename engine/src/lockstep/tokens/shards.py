@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import UserError
+from lockstep.file_systems import lacks_maps, remedy
 from lockstep.settings import check_whole
 from lockstep.tokens.tokenizer import Tokens
-from lockstep.whole_files import replace_text
+from lockstep.whole_files import replace_text, sync
 
 FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"
@@ -178,15 +179,24 @@ def check_block_size(index: Index, block_size: int) -> None:
     check_whole("block_size", block_size, at_least=1)
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
-            fraction = "test_fraction" if name.endswith("test") else "val_fraction"
-            hint = ""
-            if fraction in index.settings:
-                hint = f" (data.source.{fraction}={index.settings[fraction]})"
+            remedy = "give it more data"
+            if split.tokens > 1:
+                remedy = f"set at most {split.tokens - 1}, or {remedy}"
             raise UserError(
                 f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
-                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"
-                f"{hint}"
+                f"split has {split.tokens:,}; {remedy}{_size_setting(index, name)}"
             )
+
+
+def _size_setting(index: Index, split: str) -> str:
+    """Return the setting that decides the size of a split, in parentheses; "" if none does."""
+    named = index.settings.get("named", {})
+    if split in named:
+        return f" (data.source.{named[split]})"
+    fraction = "test_fraction" if split.endswith("test") else "val_fraction"
+    if fraction not in index.settings or (split == "train" and "val" in named):
+        return ""
+    return f" (data.source.{fraction}={index.settings[fraction]})"
 
 
 def hash_of_file(path: Path) -> str:
@@ -210,6 +220,8 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     try:
         return np.memmap(path, index.dtype, mode="r")
     except OSError as error:
+        if lacks_maps(error):  # of the kind that others see, too
+            return open_splits(folder, index, [split])[0]
         raise unusable(path, f"cannot be mapped ({error.strerror})") from error
 
 
@@ -226,8 +238,11 @@ def open_splits(
     try:
         content, starts = map_files(files)
     except OSError as error:
+        path = Path(error.filename)
         reason = f"cannot be mapped ({error.strerror})"
-        raise unusable(Path(error.filename), reason) from None
+        if lacks_maps(error):
+            raise UserError(f"{path} {reason}; {remedy(error, 'data.root')}") from None
+        raise unusable(path, reason) from None
     return content.view(dtype), [start // dtype.itemsize for start in starts]
 
 
@@ -258,14 +273,17 @@ def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], 
         integer,  # file descriptor
         ctypes.c_int64,  # offset
     ]
-    flags = mmap.MAP_SHARED | MAP_FIXED
     for group, start in zip(groups, bounds, strict=False):
         address = memory.ctypes.data + start
         for path in group:
             size = path.stat().st_size
             with path.open("rb") as file:
-                if system.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
+                for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):  # some disks lack the first
+                    place = (address, size, mmap.PROT_READ, kind | MAP_FIXED, file.fileno(), 0)
+                    if system.mmap(*place) == address:
+                        break
                     code = ctypes.get_errno()
+                else:
                     raise OSError(code, os.strerror(code), str(path))
             address += size
     return memory[: bounds[-2] + sizes[-1]], bounds[:-1]
@@ -298,7 +316,8 @@ class SplitWriter:
         files, self._size = divmod(split.tokens * self.dtype.itemsize, limit)
         self.full = split.shards[:files]  # the files that have reached the limit
         self._open(files, "a+b")
-        self._file.truncate(self._size)
+        if self._file.seek(0, os.SEEK_END) > self._size:
+            self._file.truncate(self._size)
         self._file.seek(0)
         self._hash = hashlib.file_digest(self._file, "sha256")
 
@@ -330,7 +349,7 @@ class SplitWriter:
     def saved(self) -> Split:
         """Flush everything to disk and return the split's index entry."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file.fileno())
         shards = [*self.full]
         tokens = self._size // self.dtype.itemsize
         if tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import shlex
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from lockstep.errors import UserError
 from lockstep.optional import import_optional
 from lockstep.settings import setting
-from lockstep.tokens.sources.files import File, Files, find_splits, identity_of
+from lockstep.tokens.sources.files import PACKED, File, Files, find_splits, identity_of
 from lockstep.tokens.sources.source import (
     BLOCK,
     DOCUMENTS,
@@ -31,7 +31,6 @@ from lockstep.tokens.tokenizer import find_cut
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
 FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead
-PACKED = (".gz", ".zst")  # files whose bytes are not those of the text
 ENDS = "the end of each file"  # that part; in a file over `LONGEST`, of each piece
 
 
@@ -101,7 +100,12 @@ class FileDocuments(Documents):
         for number in range(start.part, len(self.files)):
             file = self.files[number]
             begin = start.offset_in(number)
-            for piece, after in self._pieces(number, start):
+            pieces = self._pieces(number, start)
+            for piece, after in pieces:
+                if b"\0" in piece and not begin and self.group_of(number).leaves_out(file, piece):
+                    after = Position(number + 1, 0, self.before[number + 1])
+                    pieces.close()
+                    break
                 refuse_binary(piece, file.path)
                 if self.invalid_utf8 == "fail":
                     refuse_other_encoding(piece, begin, file.path)
@@ -119,6 +123,8 @@ class FileDocuments(Documents):
                     size = 0
                     invalid = 0
         yield Block(after, texts, splits, invalid)
+        for group in self.file_groups:
+            group.tell_of_left_out()
 
     def documents_in(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
         """Return the documents in a piece of a file, and how many weren't UTF-8."""
@@ -154,14 +160,16 @@ class FileDocuments(Documents):
             parts.append(("val", text[train:end]))
         return parts
 
-    def _pieces(self, number: int, start: Position) -> Iterator[tuple[bytes, Position]]:
+    def _pieces(
+        self, number: int, start: Position
+    ) -> Generator[tuple[bytes, Position], None, None]:
         """Yield a file in pieces, cut where a text may be cut, from `start` if that is in it."""
         file = self.files[number]
         before = self.before[number]
         offset = start.offset_in(number)
         longest = BLOCK if self.by_line else LONGEST
         rest = b""
-        with reading(file.path), self.open(number)(file.path, "rb") as raw:
+        with reading(file.path), self.group_of(number).open(file.path, "rb") as raw:
             for data in read_content(raw, file.path, offset, longest):
                 rest += data
                 while len(rest) > longest:
@@ -175,9 +183,13 @@ class FileDocuments(Documents):
 
     def open(self, number: int) -> Callable[..., Any]:
         """Return what opens the file of this number: those of a server aren't on this machine."""
+        return self.group_of(number).open
+
+    def group_of(self, number: int) -> Files:
+        """Return the files with the one of this number."""
         for group in self.file_groups:
             if number < len(group.files):
-                return group.open
+                return group
             number -= len(group.files)
         raise IndexError(number)
 
@@ -210,6 +222,7 @@ class PathDocuments(FileDocuments):
     """Documents in the files that the user names."""
 
     wanted: ClassVar[str] = ""  # pattern that the names of a folder's files must match
+    leaves_out: ClassVar[bool] = False  # files that are no texts
 
     path: str = setting(
         "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", decides="place"
@@ -224,7 +237,8 @@ class PathDocuments(FileDocuments):
     @cached_property
     def file_groups(self) -> list[Files]:
         """The files of `path`, of `val_path`, and of `test_path`."""
-        return find_splits(self.path, self.val_path, self.test_path, self.wanted)
+        paths = (self.path, self.val_path, self.test_path)
+        return find_splits(*paths, self.wanted, texts=self.leaves_out)
 
     @property
     def has_test(self) -> bool:

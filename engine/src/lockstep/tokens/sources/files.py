@@ -6,22 +6,25 @@ after a lost connection.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import re
+import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import UserError
 from lockstep.optional import library_command
 from lockstep.settings import counted
-from lockstep.tokens.sources.source import reading
+from lockstep.tokens.sources.source import is_utf8, reading
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,21 @@ CHOICES = {
     ".parquet": "parquet",
     ".bin": "shards",
 }
+# Endings of files that are no texts, unless they are: a folder's fingerprint is without them.
+NO_TEXTS = re.compile(
+    r"\.(png|jpe?g|gif|bmp|ico|webp|tiff?|heic|avif|psd|mp3|wav|flac|ogg|m4a|mp4|mkv|avi|mov|webm|wmv"
+    r"|zip|tar|tgz|7z|rar|xz|bz2|jar|whl|pdf|docx|xlsx|pptx|odt|ods|odp|epub|mobi"
+    r"|pyc|pyo|so|dll|dylib|exe|class|wasm|ttf|otf|woff2?|eot"
+    r"|npy|npz|pt|pth|pkl|parquet|arrow|feather|h5|hdf5|safetensors|onnx|sqlite3?)"
+)
+# Endings of texts: one that has NUL bytes is in another encoding, or damaged, and isn't left out.
+TEXTS = re.compile(
+    r"\.(txt|text|md|markdown|rst|tex|html?|xml|json|jsonl|ndjson|csv|tsv|ya?ml|toml|ini|cfg|log|srt"
+    r"|py|ipynb|c|h|cc|cpp|hpp|js|ts|java|go|rs|sh|sql|css)"
+)
+PACKED = (".gz", ".zst")  # files whose bytes are not those of the text
+START = 1 << 13  # bytes of a file that tell whether it is a text
+SHOWN = 3  # names of files that are left out
 EVERYTHING = ("**",)  # the parts of a glob, between slashes
 TRIES = 5  # in a row, before an error of the server ends the reading
 WAIT = 0.5  # seconds before the second try; they double with each
@@ -52,6 +70,34 @@ class File(NamedTuple):
     split: str | None = None  # None: its documents are divided
 
 
+@dataclass(frozen=True)
+class Place:
+    """What the user has named: a folder, a glob, a file, or a URL of one of these."""
+
+    setting: str
+    path: str
+    is_folder: bool
+
+    def names(self, name: str) -> bool:
+        """Return whether a file was chosen by its ending, or by its whole name."""
+        last = self.path.rpartition("/")[2].lower()
+        if self.is_folder or re.search(r"[*?\[]", self.path) is None:
+            return not self.is_folder
+        ending = ending_of(name)
+        return last == name.lower().rpartition("/")[2] or (
+            ending != "" and ending_of(last) == ending
+        )
+
+    def glob_of(self, ending: str) -> str:
+        """Return the setting that chooses the files with this ending here, as it is typed."""
+        last = self.path.rpartition("/")[2]
+        if self.is_folder or last == "**":
+            start = self.path.removesuffix("**").rstrip("/") + "/**/"
+        else:
+            start = self.path.removesuffix(last)
+        return f"{self.setting}={shlex.quote(f'{start}*{ending}')}"
+
+
 @dataclass
 class Files:
     """Files of one split, sorted by name, or files whose documents are divided."""
@@ -59,10 +105,91 @@ class Files:
     files: list[File]
     open: Callable[..., Any] = open  # files of a server aren't on this machine
     split: str | None = None  # None: divided
+    place: Place | None = None  # where they were found
+    left_out: dict[str, None] = field(default_factory=dict)  # names of those that are no texts
 
     def identity(self) -> Any:
         """Return names, sizes, and modification times, or what else a server reports of files."""
         return [file[:3] for file in self.files]
+
+    def leaves_out(self, file: File, piece: bytes) -> bool:
+        """Return whether a file that begins with a piece with NUL bytes is left out.
+
+        One that the user has named, or that is a text by its name or in another encoding, isn't.
+        """
+        is_chosen = self.place is None or self.place.names(file.name)
+        if is_chosen or TEXTS.fullmatch(ending_of(file.name)) or has_wide_units(piece):
+            return False
+        self.left_out[file.name] = None
+        return True
+
+    def tell_of_left_out(self) -> None:
+        """Say once which files are left out; raise a `UserError` if that is all of them."""
+        if not self.left_out or self.place is None:
+            return
+        names = [*self.left_out]
+        shown = f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        count = counted(len(names), "file")
+        place = f"{self.place.setting}={self.place.path}"
+        read = [file.name for file in self.files if file.name not in self.left_out]
+        if not read:
+            raise UserError(f"{place} has {count}, but no text: {shown}; {self._remedy(names)}")
+        verb = "is not text, and is" if len(names) == 1 else "are not text, and are"
+        glob = self.place.glob_of(_ending(read) or ".txt")
+        _warn(f"{place}: {count} {verb} left out: {shown}; to choose files, give a glob, as {glob}")
+
+    def _remedy(self, names: list[str]) -> str:
+        """Return what to do if all files are left out."""
+        assert self.place is not None, "files are left out only where they were found"
+        ending = _ending(names)
+        if ending in CHOICES:
+            return f"set data={CHOICES[ending]}, which reads *{ending}"
+        if not NO_TEXTS.fullmatch(ending):
+            return "give a folder with texts"
+        glob = self.place.glob_of(ending)
+        return f"give a folder with texts, or, if these are texts, name them: {glob}"
+
+
+def ending_of(name: str) -> str:
+    """Return the ending of a file's name in lower case, such as `.txt`, also if it is packed."""
+    name = name.lower()
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return Path(name).suffix
+
+
+def _ending(names: Sequence[str]) -> str:
+    """Return the most frequent ending of files; "" if none has one."""
+    endings = Counter(ending for ending in map(ending_of, names) if ending)
+    return endings.most_common(1)[0][0] if endings else ""
+
+
+def _has_text(path: str) -> bool:
+    """Return whether a file of this machine begins with text, whatever its name says."""
+    with reading(path), Path(path).open("rb") as file:
+        start = file.read(START)
+    if b"\0" in start or start.startswith(b"%PDF-"):
+        return False
+    return is_utf8(start) or (len(start) == START and any(is_utf8(start[:-n]) for n in (1, 2, 3)))
+
+
+@cache  # once, although a tokenizer that learns reads the corpus, too
+def _warn(line: str) -> None:
+    logger.warning("%s", line)
+
+
+def has_wide_units(piece: bytes) -> bool:
+    """Return whether bytes are a text in UTF-16 or UTF-32."""
+    start = piece[: 1 << 12]
+    start = start[: len(start) // 4 * 4]
+    for encoding in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
+        for end in (len(start), len(start) - 2):  # half a pair of surrogates may be the last
+            with contextlib.suppress(UnicodeDecodeError):
+                text = start[:end].decode(encoding).removeprefix("\ufeff")
+                known = sum(letter.isprintable() or letter.isspace() for letter in text)
+                if text and known >= 0.95 * len(text):
+                    return True
+    return False
 
 
 def find_files(
@@ -70,6 +197,8 @@ def find_files(
     wanted: str = "",
     setting: str = "data.source.path",
     split: str | None = None,
+    *,
+    texts: bool = False,
 ) -> Files:
     """Return the files of a folder, a glob, or a URL.
 
@@ -78,6 +207,7 @@ def find_files(
         wanted: pattern that the names of a folder's files must match.
         setting: the setting that the path is from.
         split: the split of all the files; None: their documents are divided.
+        texts: whether files that are no texts are left out, unless the path names them.
 
     Raises:
         UserError: there are none, or a folder or a link can't be read.
@@ -96,22 +226,30 @@ def find_files(
         base = re.split(r"[*?\[]", place)[0].rpartition("/")[0]
         pattern = re.compile("")
     files = []
+    where = Place(setting, path, is_folder)
+    left_out: dict[str, None] = {}
     for info in infos:
         name = info["name"].removeprefix(base).lstrip("/")
         if not pattern.match(name):
             continue
         if info["type"] == "other" and is_here:
             raise _no_file(info["name"])
+        is_other = texts and NO_TEXTS.fullmatch(ending_of(name)) and not where.names(name)
+        if info["type"] == "file" and is_other and not (is_here and _has_text(info["name"])):
+            left_out[name] = None
+            continue
         if info["type"] == "file":
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
+    opener = open if is_here else partial(_open_in, system)
+    found = Files(files, opener, split, where, dict.fromkeys(sorted(left_out)))
     if not files:
+        found.tell_of_left_out()
         with reading(f"{setting}={path}"):
             _raise_cause(system, place, is_here)
         raise UserError(f"{setting}={path} {_what_instead(infos, wanted)}")
     files.sort(key=lambda file: file.name)
-    opener = open if is_here else partial(_open_in, system)
-    return Files(files, opener, split)
+    return found
 
 
 def _what_instead(infos: list[dict[str, Any]], wanted: str) -> str:
@@ -172,14 +310,21 @@ def _no_file(path: str) -> UserError:
 
 
 def find_splits(
-    path: str, val_path: str | None, test_path: str | None, wanted: str = ""
+    path: str,
+    val_path: str | None,
+    test_path: str | None,
+    wanted: str = "",
+    *,
+    texts: bool = False,
 ) -> list[Files]:
     """Return the files of `path`, then those to validate and to test on, if there are any."""
-    groups = [find_files(path, wanted)]
+    groups = [find_files(path, wanted, texts=texts)]
     if val_path is not None:
-        groups.append(find_files(val_path, wanted, "data.source.val_path", "val"))
+        setting = "data.source.val_path"
+        groups.append(find_files(val_path, wanted, setting, "val", texts=texts))
     if test_path is not None:
-        groups.append(find_files(test_path, wanted, "data.source.test_path", "test"))
+        setting = "data.source.test_path"
+        groups.append(find_files(test_path, wanted, setting, "test", texts=texts))
     return groups
 
 

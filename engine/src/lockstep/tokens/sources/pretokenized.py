@@ -7,6 +7,7 @@ for benchmarks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,25 @@ from lockstep.errors import UserError
 from lockstep.settings import setting
 from lockstep.tokens import tokenizer_choice
 from lockstep.tokens.sources.files import File, Files, find_splits
+from lockstep.tokens.sources.number_types import (
+    NPY,
+    OTHER,
+    UNPACK,
+    Guess,
+    conversion,
+    fitting_type,
+    format_of,
+    guess_type,
+    sample_of,
+)
 from lockstep.tokens.sources.source import BLOCK, Position, Source, TokenBlock, reading
 from lockstep.tokens.tokenizer import NumberTokenizer, Tokenizer, token_dtype
 
+logger = logging.getLogger(__name__)
+
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPE = "uint16"
 # The header of llm.c (dev/data/data_common.py) and of modded-nanogpt (data/fineweb.py): 256
 # integers of 32 bits. The first tells the type of the tokens; the third is their number.
 HEADER = 1024  # bytes
@@ -35,7 +50,7 @@ REMEDIES = {
     ".json": "use data=jsonl",
     ".jsonl": "use data=jsonl",
     ".parquet": "use data=parquet",
-    ".npy": "save its array with tofile(), which writes no header, as a .bin file",
+    ".npy": NPY,
 }
 PACKED = (".gz", ".zst")
 SEED = 20_231  # fixed: `seed` determines the order of samples, not the samples
@@ -57,8 +72,12 @@ class TokenReader:
         file: what is known of it.
         dtype: the type of its tokens if it has no header.
 
+    Attributes:
+        has_header: whether its header tells the type.
+        fault: what is wrong with its size; empty if nothing is.
+
     Raises:
-        UserError: its size is not that of whole tokens, or not what its header says.
+        UserError: it is of another format.
     """
 
     def __init__(self, raw: BinaryIO, file: File, dtype: str) -> None:
@@ -67,18 +86,33 @@ class TokenReader:
         self.dtype = DTYPES[dtype]
         start = raw.read(HEADER)
         words = np.frombuffer(start[: len(start) // 4 * 4], "<i4")
-        if len(words) == HEADER // 4 and int(words[0]) in MAGIC:
+        self.has_header = len(words) == HEADER // 4 and int(words[0]) in MAGIC
+        if self.has_header:
             self.skip = HEADER
             self.dtype = DTYPES[MAGIC[int(words[0])]]
             self.tokens = int(words[2])
             expected = HEADER + self.tokens * self.dtype.itemsize
             fault = f"{expected:,} with the {self.tokens:,} tokens of its header; download it again"
         else:
+            other = format_of(start, file.size)
+            if other:
+                name, remedy = other
+                raise UserError(f"{file.path} is {name}, not a flat array of tokens; {remedy}")
             self.tokens = file.size // self.dtype.itemsize
             expected = self.tokens * self.dtype.itemsize
             fault = f"whole tokens are {expected:,}; download it again, or set data.source.dtype"
+        self.fault = ""
         if file.size != expected:
-            raise UserError(f"{file.path} of the corpus has {file.size:,} bytes, but {fault}")
+            self.fault = f"{file.path} of the corpus has {file.size:,} bytes, but {fault}"
+
+    def sample(self, part: TokenFile) -> bytes:
+        """Return bytes from several places of the file, which has no header."""
+
+        def read(start: int, size: int) -> bytes:
+            self.raw.seek(start)
+            return self.raw.read(size)
+
+        return sample_of(read, part.file.size, is_here=part.open is open)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Return the tokens from `start` up to `stop`, of the file's own type.
@@ -101,8 +135,10 @@ class TokenFiles(Source):
 
     path: str = setting("a file, a folder, a glob, or a URL", "", decides="place")
     val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
-    dtype: str = setting(
-        "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
+    dtype: str | None = setting(
+        "token type of files without a header, little-endian; null: uint16, if they seem to be",
+        None,
+        choices=tuple(DTYPES),
     )
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=10**7)
     tokenizer: str = setting(
@@ -146,6 +182,11 @@ class TokenFiles(Source):
             identities.append(by_split["test"])
         return identities
 
+    def recorded(self, name: str) -> Any:
+        """Return a setting's value as fingerprints and runs record it."""
+        value = super().recorded(name)
+        return DTYPE if name == "dtype" and value is None else value
+
     def tokenizer_identity(self) -> Any:
         """Return the identity of the tokenizer that `tokenizer` names."""
         return tokenizer_choice.identity(self.tokenizer)
@@ -170,20 +211,63 @@ class TokenFiles(Source):
             offset = start.offset_in(number)
             path = part.file.path
             with reading(path), part.open(path, "rb") as raw:
-                reader = TokenReader(raw, part.file, self.dtype)
+                reader = TokenReader(raw, part.file, self.dtype or DTYPE)
+                if not reader.has_header:
+                    self._check_type(reader, part)
+                if reader.fault:
+                    raise UserError(reader.fault)
                 while offset < reader.tokens:
                     split, end = self._end(part.file, offset, reader.tokens)
                     ids = reader.read(offset, end)
                     if ids.max() >= self.vocab_size:
-                        raise UserError(
-                            f"{path} of the corpus has the token {ids.max()}, but "
-                            "data.source.vocab_size="
-                            f"{self.vocab_size}; raise it, or change data.source.dtype"
-                        )
+                        raise self._above_vocabulary(int(ids.max()), reader, part)
                     offset = end
                     read += ids.nbytes
                     stored = ids.astype(token_dtype(self.vocab_size))
                     yield TokenBlock(Position(number, offset, read), split, stored)
+
+    def _check_type(self, reader: TokenReader, part: TokenFile) -> None:
+        """Raise a `UserError` if a file seems to be of another type, or warn, if one is set."""
+        guess = guess_type(reader.sample(part), reader.dtype.itemsize)
+        if guess is None:
+            return
+        path = part.file.path
+        seems = f"{path} of the corpus: {guess.fact}, as in a file of {guess.name}"
+        if self.dtype is None:
+            raise UserError(
+                f"{seems}; {self._remedy(guess, part)}; or, if it is of {DTYPE}, set "
+                f"data.source.dtype={DTYPE}"
+            )
+        logger.warning("%s; it is read as data.source.dtype=%s", seems, self.dtype)
+
+    def _above_vocabulary(self, token: int, reader: TokenReader, part: TokenFile) -> UserError:
+        """Return the error for a token that isn't in the vocabulary."""
+        remedy = "raise it, or change data.source.dtype"
+        if not reader.has_header:
+            sample = reader.sample(part)
+            size = reader.dtype.itemsize
+            guess = guess_type(sample, size) or fitting_type(sample, size, self.vocab_size)
+            if guess:
+                remedy = f"{guess.fact}, as in a file of {guess.name}: {self._remedy(guess, part)}"
+        value = f"{token}"
+        if token == np.iinfo(reader.dtype).max:
+            value += f" (which is -1 in {reader.dtype.name.removeprefix('u')})"
+            remedy = remedy.replace("raise it", "leave it out of the file")
+        return UserError(
+            f"{part.file.path} of the corpus has the token {value}, but data.source.vocab_size="
+            f"{self.vocab_size}; {remedy}"
+        )
+
+    def _remedy(self, guess: Guess, part: TokenFile) -> str:
+        """Return what to do with a file that seems to be of another type."""
+        if guess.name in DTYPES:
+            return f"set data.source.dtype={guess.name}"
+        if not guess.code:
+            return OTHER
+        remedy = "use data=text, or " if guess.name.startswith("text") else ""
+        if part.open is not open:  # on a server
+            return f"{remedy}convert it to {' or '.join(DTYPES)}"
+        return remedy + conversion(part.file.path, guess, self.vocab_size)
 
     def _end(self, file: File, offset: int, total: int) -> tuple[str, int]:
         """Return the split of token `offset`, and where the split changes or the stretch ends."""
@@ -210,7 +294,7 @@ def _refuse_other(path: str) -> None:
     remedy = ALONE
     for packed in PACKED:
         if name.endswith(packed):
-            remedy = "unpack it"
+            remedy = UNPACK
             name = name.removesuffix(packed)
     for ending, better in REMEDIES.items():
         if name.endswith(ending):

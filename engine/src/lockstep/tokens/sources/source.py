@@ -101,10 +101,14 @@ class Source(Checked, ABC):
         """Return the names of the settings that decide tokens."""
         return [item.name for item in fields(cls) if decided_by(item) == "tokens"]
 
+    def recorded(self, name: str) -> Any:
+        """Return a setting's value as fingerprints and runs record it."""
+        return getattr(self, name)
+
     def marks(self) -> dict[str, Any]:
         """Return, as JSON values, what can't change without a new look at the corpus."""
         values = {
-            item.name: getattr(self, item.name)
+            item.name: self.recorded(item.name)
             for item in fields(self)
             if decided_by(item) != "nothing"
         }
@@ -356,4 +360,5 @@ def refuse_nul(texts: list[bytes], tokenizer: str, path: str) -> None:
 def refuse_binary(piece: bytes, path: str) -> None:
     """Raise a `UserError` if a piece of a file contains NUL bytes, as binary data and UTF-16 do."""
     if b"\0" in piece:
-        raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")
+        remedy = "save it as UTF-8, or name the texts alone with a glob"
+        raise UserError(f"{path} is not text: it has NUL bytes; {remedy}")

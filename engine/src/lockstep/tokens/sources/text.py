@@ -37,6 +37,7 @@ class Text(PathDocuments):
     """Your own text, a document per file or line."""
 
     kind: ClassVar[str] = "text"
+    leaves_out: ClassVar[bool] = True
 
     documents: str = setting("what is one document", "file", choices=("file", "line"))
 
