@@ -25,7 +25,6 @@ import time
 from pathlib import Path
 
 import torch
-import lockstep_gpt  # noqa: F401  whose program it runs
 from lockstep import commands as cli
 from lockstep.checkpoints.reading import (
     checkpoints_in,
@@ -37,6 +36,8 @@ from lockstep.evidence.differences import Comparison, Recorded, compare
 from lockstep.evidence.replay import NAMES, replay
 from lockstep.evidence.verify import recorded_of, steps_of
 from lockstep.run.directory import RunDirectory
+
+import lockstep_gpt  # noqa: F401  whose program it runs
 
 STEPS = 20
 KINDS = ("weight", "optimizer", "gradient", "token", "checkpoint")

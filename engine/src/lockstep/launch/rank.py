@@ -64,22 +64,25 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
         except BaseException as raised:
             error = mistake_of_node(raised)
             if run is not None:
-                run.returned()
-            signum = stop_signals.received.first
-            if signum is not None and (lost_peers(error) or stop_signals.ended_by_signal(error)):
-                if run is not None:
-                    run.forget_first_step()
-                return after_signal(signum)  # which lost peers got, too
-            if run is not None:
-                run.conclude("failed", saved=False)
-            if run is not None:
-                status = run.status_of(error)
-            else:
-                status = report_failure(directory, ranks, error, terminal)
+                return _end_failed(run, error)
+            status = report_failure(directory, ranks, error, terminal)
             last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
             return status
     drop_rank_log(directory, ranks)
     return Exit.DONE
+
+
+def _end_failed(run: Run, error: BaseException) -> int:
+    """End the run after an exception of this rank; return the rank's exit status."""
+    run.returned()
+    signum = stop_signals.received.first
+    if signum is not None and (lost_peers(error) or stop_signals.ended_by_signal(error)):
+        run.forget_first_step()
+        return after_signal(signum)  # which lost peers got, too
+    run.conclude("failed", saved=False)
+    status = run.status_of(error)
+    last_line.show_end_of_rank(run.directory, run.ranks.rank, status, run.terminal)
+    return status
 
 
 def mistake_of_node(error: BaseException) -> BaseException:

@@ -416,8 +416,8 @@ class Run:
 
         From now on, its other handlers have some seconds, unless all ranks have failed.
         """
-        is_stop = stop_signals.received.first is not None and lost_peers(error)
-        is_stop = is_stop or stop_signals.ended_by_signal(error)
+        has_signal = stop_signals.received.first is not None
+        is_stop = has_signal and (lost_peers(error) or stop_signals.ended_by_signal(error))
         if is_stop or self.failure is not None or not isinstance(error, Exception):
             return
         status = report_failure(self.directory, self.ranks, error, self.terminal)
