@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
 from lockstep.loading.loaders import EvalLoader, Joined, TrainLoader
+from lockstep.patches.lightning import acts_at_epochs
 from lockstep.patches.torch import BatchNorm
 from lockstep.settings import counted
 
@@ -51,8 +52,7 @@ def warn_of_idle_stopping(trainer: Trainer) -> None:
     if any(count > 0 for count in trainer.num_val_batches):
         return
     for callback in trainer.early_stopping_callbacks:
-        at_epoch = getattr(callback, "_check_on_train_epoch_end", False)
-        if not (at_epoch and an_epoch_ends(trainer)):
+        if not (acts_at_epochs(callback) and an_epoch_ends(trainer)):
             logger.warning(
                 "EarlyStopping waits for %s, but this run has no validation: it will never stop; "
                 "validate, or monitor a metric of training at the end of epochs",

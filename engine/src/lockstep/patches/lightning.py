@@ -97,3 +97,8 @@ def skip_teardown(trainer: Trainer) -> None:
         trainer._signal_connector.teardown()
 
     patched._teardown = restore_signal_handlers
+
+
+def acts_at_epochs(stopping: Any) -> bool:
+    """Return whether an early stopping looks at its metric at the end of epochs, as set up."""
+    return bool(stopping._check_on_train_epoch_end)
