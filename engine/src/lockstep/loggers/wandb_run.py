@@ -26,6 +26,7 @@ from lockstep.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
 from lockstep.metrics.rows import STEP
 from lockstep.patches.wandb import guard_rows, kill_service, quick_start
 from lockstep.processes import tool
+from lockstep.project import program
 from lockstep.run.directory import RunDirectory
 from lockstep.settings import check, check_choice
 from lockstep.whole_files import replace_text
@@ -64,8 +65,8 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         log_model: upload the best and the last checkpoint at the end, as an artifact.
         guard: also of rows that don't come through this logger; None: none.
         arguments: of `wandb.init`, such as `project`; `group` is by default that of a sweep. For
-            what is left out, wandb's variables hold, such as WANDB_TAGS; the project and the
-            entity of the first start stay.
+            what is left out, wandb's variables hold, such as WANDB_TAGS, or the project is the
+            program. The project and the entity of the first start stay.
 
     Raises:
         UserError: a setting is unknown, wandb rejects the account, or `log_model` is set and the
@@ -91,6 +92,8 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         group = arguments.get("group") or os.environ.get("WANDB_RUN_GROUP")
         arguments["group"] = group or sweep_of(directory)
         arguments["tags"] = tags or None  # wandb then reads its variable
+        kind = arguments.get("job_type") or os.environ.get("WANDB_JOB_TYPE")
+        arguments["job_type"] = kind or "train"
         arguments |= owner_of(directory, arguments)
         mode = decide_mode(mode)
         if log_model and mode != "online":
@@ -271,7 +274,7 @@ def owner_of(directory: RunDirectory, arguments: dict[str, Any]) -> dict[str, An
     known = directory.notes().get("wandb")
     if known is None:
         known = {
-            "project": arguments.get("project") or os.environ.get("WANDB_PROJECT"),
+            "project": arguments.get("project") or os.environ.get("WANDB_PROJECT") or program(),
             "entity": arguments.get("entity") or os.environ.get("WANDB_ENTITY"),
         }
         directory.note("wandb", known)
