@@ -1,5 +1,6 @@
 """Stops a run early, and saves it, on a signal."""
 
+import contextlib
 import signal
 import time
 from contextlib import ExitStack
@@ -103,16 +104,18 @@ def refuse_to_leave_alone(step: int) -> None:
     if store is None:
         return
     keys = [f"rank {rank} leaves after {step}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], "")
     limit = time.monotonic() + LEAVING_SECONDS
-    while not store.check(keys):
-        if time.monotonic() > limit:
-            raise RunError(
-                f"trainer.should_stop=True was set on rank {dist.get_rank()} after step {step}, "
-                f"and not on all ranks within {LEAVING_SECONDS:g} s; set it on all of them, or "
-                "in a callback before GracefulStop"
-            )
-        time.sleep(0.05)
+    # Whoever serves the store leaves once all have come, perhaps before this rank sees it.
+    with contextlib.suppress(dist.DistNetworkError):
+        store.set(keys[dist.get_rank()], "")
+        while not store.check(keys):
+            if time.monotonic() > limit:
+                raise RunError(
+                    f"trainer.should_stop=True was set on rank {dist.get_rank()} after step "
+                    f"{step}, and not on all ranks within {LEAVING_SECONDS:g} s; set it on all of "
+                    "them, or in a callback before GracefulStop"
+                )
+            time.sleep(0.05)
 
 
 @not_a_config
@@ -248,7 +251,8 @@ class GracefulStop(StepCallback):
         self._leave_together(trainer)
 
     def _leave_together(self, trainer: Trainer) -> None:
-        if trainer.should_stop and not (self._agreed or self.vote.is_alone):
+        is_planned = self._agreed or trainer.global_step == trainer.max_steps
+        if trainer.should_stop and not (is_planned or self.vote.is_alone):
             refuse_to_leave_alone(trainer.global_step)
             self._agreed = True
 
