@@ -157,7 +157,7 @@ def test_a_report_on_a_full_disk_keeps_the_old_one(finished, tmp_path, capsys):
     path.write_text("old")
     words = ["report", str(finished[0].folder / "runs/first"), "--output", str(path)]
     assert cli.main(words) == 2
-    assert f"{path} cannot be written (File too large); name" in capsys.readouterr().err
+    assert f"{path} cannot be written (File too large); raise the limit" in capsys.readouterr().err
     assert path.read_text() == "old"
 
 
