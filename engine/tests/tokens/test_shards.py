@@ -72,9 +72,10 @@ def test_windows_are_cut_from_one_file_however_large(tmp_path):
     np.testing.assert_array_equal(StreamWindows(tmp_path, "train", 999)[rows], expected[rows])
 
 
+@pytest.mark.parametrize("limit", [{}, {"limit": LIMIT}], ids=["one file", "several"])
 @pytest.mark.parametrize("tokens", [10, LIMIT])
-def test_a_split_is_read_only(tmp_path, tokens):
-    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+def test_a_split_is_read_only(tmp_path, tokens, limit):
+    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT, **limit), "train")
     with pytest.raises(ValueError, match="read-only"):
         mapped[0] = 1
 
@@ -261,13 +262,6 @@ def test_a_mapping_of_several_files_is_given_back(tmp_path):
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
     del mapped
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.parametrize("tokens", [10, LIMIT])
-def test_a_split_of_several_files_is_read_only(tmp_path, tokens):
-    mapped = open_split(small_shards(tmp_path, range(tokens), range(5), LIMIT), "train")
-    with pytest.raises(ValueError, match="read-only"):
-        mapped[0] = 1
 
 
 def test_the_index_describes_several_files(tmp_path):
