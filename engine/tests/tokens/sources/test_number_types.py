@@ -266,7 +266,9 @@ def of_llm_c(magic):
 
 FORMATS = {
     "an array of NumPy with a header (.npy), not a flat array of tokens; save its array": npy(),
-    "packed with gzip, not a flat array of tokens; unpack it": gzip.compress(b"content" * 99, mtime=0),
+    "packed with gzip, not a flat array of tokens; unpack it": gzip.compress(
+        b"content" * 99, mtime=0
+    ),
     "packed with zstd, not a flat array of tokens; unpack": zstandard.compress(b"content" * 99),
     "a ZIP archive, such as an .npz file or a model of PyTorch": zipped(),
     "a Parquet file, not a flat array of tokens; use data=parquet": b"PAR1" + bytes(100) + b"PAR1",
