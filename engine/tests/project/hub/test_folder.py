@@ -242,7 +242,9 @@ def test_a_full_disk_is_one_line_and_keeps_the_earlier_export(gpt, tmp_path):
     target = tmp_path / "new"
     target.mkdir()
     (target / "README.md").write_text(mark())
-    with pytest.raises(UserError, match=r"new cannot be written \(.*File too large.*\); raise the lim"):
+    with pytest.raises(
+        UserError, match=r"new cannot be written \(.*File too large.*\); raise the "
+    ):
         export(gpt, target, force=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["new", "README.md"]
 
