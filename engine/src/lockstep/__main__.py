@@ -2,8 +2,8 @@
 
     lockstep check train.py --ranks 1,2,4
 
-The word after the command names a script whose function `lockstep.main` decorates. A project with a
-package has the same commands under its own name.
+The word after the command names a script whose function `lockstep.main` decorates; `check` takes
+any Lightning script. A project with a package has the same commands under its own name.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import NoReturn
 from lockstep import commands, configs, project
 from lockstep.errors import UserError
 from lockstep.exits import Exit
-from lockstep.launch.script import begin
+from lockstep.launch.script import begin, is_program
 from lockstep.project import Project
 from lockstep.versions import VERSION
 
@@ -33,8 +33,11 @@ def run() -> NoReturn:
     words = sys.argv[1:]
     project.begin(MACHINES)
     if len(words) > 1 and words[1].endswith(".py"):
+        script = Path(words[1])
         try:
-            begin(Path(words.pop(1)))
+            if words[0] != "check" or is_program(script):
+                begin(script)
+                del words[1]
         except UserError as error:
             print(f"lockstep {words[0]}: {error}", file=sys.stderr)
             sys.exit(Exit.MISTAKE)

@@ -37,15 +37,7 @@ def project_of(script: Path) -> Project:
         UserError: it can't be read, `lockstep.main` decorates none of its functions or several, or
             their YAML files are not named as plain text.
     """
-    tree = _tree_of(script)
-    names = {*_names_of_main(tree)}
-    functions = [
-        (node.name, call)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for call in node.decorator_list
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in names
-    ]
+    functions = _decorated(_tree_of(script))
     if len(functions) != 1:
         count = "none of its functions" if not functions else f"{len(functions)} of its functions"
         raise UserError(
@@ -62,6 +54,27 @@ def project_of(script: Path) -> Project:
         config_name=config_name,
         script=script,
     )
+
+
+def is_program(script: Path) -> bool:
+    """Return whether `lockstep.main` decorates a function of a script.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    return bool(_decorated(_tree_of(script)))
+
+
+def _decorated(tree: ast.Module) -> list[tuple[str, ast.Call]]:
+    """Return the name of each function that `lockstep.main` decorates, and the decorator."""
+    names = {*_names_of_main(tree)}
+    return [
+        (node.name, call)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for call in node.decorator_list
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in names
+    ]
 
 
 def _tree_of(script: Path) -> ast.Module:

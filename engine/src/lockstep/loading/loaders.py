@@ -233,7 +233,7 @@ def _refuse_other_sums(trainer: Trainer, batch: Sized | int) -> None:
     if is_exact and getattr(trainer.strategy, "exact_threads", None) is None:
         raise UserError(
             f"batch.exact_micro_size is set, and {type(trainer.strategy).__name__} adds gradients "
-            "in an order of its own; set strategy=auto or strategy=ddp, which get the batch"
+            "in an order of its own; use lockstep.DDP(batch), which strategy=ddp is"
         )
 
 

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lockstep.errors import UserError
-from lockstep.run.directory import RunDirectory
 from lockstep.settings import counted
-from lockstep.testing.diagnosis import (
-    Finding,
-    Recording,
-    diagnose,
-    metric_finding,
-    read_recording,
-)
-from lockstep.testing.experiment import Experiment, FailedRunError, callback, joined
-from lockstep.testing.results import (
-    STEP,
-    Differences,
-    Results,
-    differences,
-    first_of,
-    results_of,
-)
+from lockstep.testing.diagnosis import Finding, Recording, diagnose, metric_finding
+from lockstep.testing.experiment import FailedRunError, joined
+from lockstep.testing.programs import ProgramRuns
+from lockstep.testing.results import STEP, Differences, Results, differences, first_of
+from lockstep.testing.scripts import ScriptRuns, refuse_kill, script_of
 
 # What a check sets unless the experiment's overrides do: setting -> how they may name it.
 PLACE = {
@@ -44,40 +32,49 @@ def assert_lockstep(
     precision: str | None = None,
     kill_after: int | None = None,
     log_tolerance: float | None = None,
+    steps: int | None = None,
 ) -> None:
     """Assert that an experiment has the same results on any number of ranks, and after a kill.
 
     It trains once per number of ranks, with real processes, and compares all rows of metrics.csv
-    except times, and all weights and states of optimizers in the last checkpoint.
+    except times, and all weights and states of optimizers in the last checkpoint. Any Lightning
+    script can be checked: then what it logged last is compared, and the weights and states at the
+    end of `Trainer.fit`.
 
-        assert_lockstep("my_gpt", ["experiment=smoke", "max_steps=6"], tolerance=1e-12,
+        assert_lockstep("train.py", steps=6)
+        assert_lockstep("my_gpt", ["experiment=smoke"], steps=6, tolerance=1e-12,
                         precision="64-true")
 
     Args:
-        main: what starts a training: a package, run as `python -m PACKAGE train`, or the words of
-            a command to which overrides are added. `{ranks}` in a word is their number, as in
-            `["torchrun", "--nproc_per_node={ranks}", "-m", "my_gpt", "train"]`.
-        overrides: of the experiment; they also decide how long it trains. Ranks are CPUs unless
-            they choose a `trainer`.
+        main: what starts a training: the path of a script, which torchrun starts if `lockstep.main`
+            decorates nothing in it; a package, run as `python -m PACKAGE train`; or the words of
+            a command. `{ranks}` in a word is their number, as in `["torchrun",
+            "--nproc_per_node={ranks}", "-m", "my_gpt", "train"]`, or in `["python", "train.py",
+            "--devices={ranks}"]`.
+        overrides: of the experiment; a script's arguments. Ranks are CPUs unless the overrides
+            choose a `trainer`, or the script something else.
         ranks: numbers of ranks; the first is the reference of the others.
         tolerance: how far values may be apart, relative to the largest one of the tensor or of the
             column; None: their bits must be equal, which needs `batch.exact_micro_size` for
             several numbers of ranks.
-        precision: of the experiment, such as `64-true`; None: its own.
+        precision: of the experiment, such as `64-true`; None: its own. A script decides itself.
         kill_after: also train with two SIGKILLs, of a rank after this step and of the whole
             command one step later; the bits must be those of the same number of ranks. torchrun
-            needs `--max-restarts=1`, and the override `resume=auto`.
+            needs `--max-restarts=1`, and the override `resume=auto`. It needs `lockstep.main`.
         log_tolerance: how far rows of metrics.csv, and what schedulers keep of them, may be apart
             on other numbers of ranks; None: as far as weights. Lightning adds what `self.log` gets
             in float32, in the order of ranks, so its last bits depend on their number.
+        steps: after how many optimizer steps each run ends; None: where the experiment says.
 
     Raises:
         AssertionError: a run failed, or results differ; it names the first step, the first
             tensor, and the likeliest cause.
         UserError: the arguments can't be checked.
     """
+    if precision is not None and script_of(main) is not None:
+        raise UserError(f"precision={precision} can't be set in {main}; let the script set it")
     words = joined(overrides, [f"precision={precision}"] if precision else [])
-    check(main, words, ranks, tolerance, kill_after, _say_nothing, log_tolerance)
+    check(main, words, ranks, tolerance, kill_after, _say_nothing, log_tolerance, steps)
 
 
 def _say_nothing(_line: str) -> None: ...
@@ -116,6 +113,7 @@ def check(
     kill_after: int | None,
     report: Callable[[str], None],
     log_tolerance: float | None = None,
+    steps: int | None = None,
 ) -> Results:
     """Train and compare as `assert_lockstep` says; return the first run's results.
 
@@ -127,12 +125,48 @@ def check(
         kill_after: see there.
         report: gets a line for each run.
         log_tolerance: see there.
+        steps: see there.
     """
     refuse_nothing(ranks, kill_after)
-    words = completed(overrides, kill_after)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
-        checked = Check(Experiment(main, words, Path(folder)), Path(folder), kill_after, report)
+        runs = runs_of(main, overrides, Path(folder), steps, kill_after)
+        checked = Check(runs, kill_after, report)
         return checked.all(ranks, Tolerances(tolerance, log_tolerance))
+
+
+class Runs(Protocol):
+    """Trainings that differ only in their number of ranks."""
+
+    def results(self, name: str, ranks: int, after: int | None) -> Results:
+        """Train on so many ranks, in spite of two SIGKILLs after a step; return the results.
+
+        Raises:
+            FailedRunError: the training failed.
+        """
+
+    def recording(self, name: str, ranks: int, after: int | None) -> Recording:
+        """Return what each step of a run was computed from, killed after a step or not."""
+
+    def batch(self, name: str) -> Mapping[str, Any]:
+        """Return the settings of a run's batch."""
+
+    def refuse_inexact(self, name: str) -> None:
+        """Raise a `UserError` if a run's settings can't give equal bits on other ranks."""
+
+
+def runs_of(
+    main: str | Sequence[str],
+    overrides: Sequence[str],
+    folder: Path,
+    steps: int | None,
+    kill_after: int | None,
+) -> Runs:
+    """Return the runs of a script, or of a program that `lockstep.main` starts."""
+    if script_of(main) is not None:
+        refuse_kill(main, kill_after)
+        return ScriptRuns(main, overrides, folder, steps)
+    words = completed(overrides, kill_after)
+    return ProgramRuns(main, joined(words, [f"max_steps={steps}"] if steps else []), folder)
 
 
 def refuse_nothing(ranks: Sequence[int], kill_after: int | None) -> None:
@@ -159,17 +193,10 @@ def completed(overrides: Sequence[str], kill_after: int | None) -> list[str]:
 
 
 class Check:
-    """The runs of one check, in a folder of their own."""
+    """Compares the runs of one experiment."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        kill_after: int | None,
-        report: Callable[[str], None],
-    ) -> None:
-        self._experiment = experiment
-        self._folder = folder
+    def __init__(self, runs: Runs, kill_after: int | None, report: Callable[[str], None]) -> None:
+        self._runs = runs
         self._kill_after = kill_after
         self._report = report
 
@@ -180,7 +207,8 @@ class Check:
             plain = self._trained(count, first, tolerance)
             if first is None:
                 first = plain
-                refuse_inexact(self._directory(plain.run), ranks, tolerance.weights)
+                if tolerance.weights is None and len({*ranks}) > 1:
+                    self._runs.refuse_inexact(plain.run)
             else:
                 self._compare(first, plain, tolerance)
             if self._kill_after is not None:
@@ -188,15 +216,12 @@ class Check:
         assert first is not None
         return first.results
 
-    def _directory(self, run: str) -> RunDirectory:
-        return RunDirectory(self._folder / run)
-
     def _trained(self, ranks: int, first: Compared | None, tolerance: Tolerances) -> Compared:
         """Train without a kill; if that fails and the first run didn't, say where they part."""
         name = counted(ranks, "rank")
         started = time.monotonic()
         try:
-            directory = self._experiment.train(str(ranks), ranks)
+            results = self._runs.results(str(ranks), ranks, None)
         except FailedRunError as failure:
             if first is None or failure.status == 2:
                 raise
@@ -207,14 +232,14 @@ class Check:
                 raise
             line = str(failure).splitlines()[0]
             raise FailedRunError(f"{line}\n{finding.text()}", failure.status) from None
-        return self._told(Compared(name, str(ranks), ranks, results_of(directory)), started)
+        return self._told(Compared(name, str(ranks), ranks, results), started)
 
     def _killed(self, ranks: int) -> Compared:
         assert self._kill_after is not None
         started = time.monotonic()
         name = f"{counted(ranks, 'rank')}, killed"
-        directory = self._experiment.train_killed(f"{ranks}-killed", ranks, self._kill_after)
-        compared = Compared(name, f"{ranks}-killed", ranks, results_of(directory), killed=True)
+        results = self._runs.results(f"{ranks}-killed", ranks, self._kill_after)
+        compared = Compared(name, f"{ranks}-killed", ranks, results, killed=True)
         return self._told(compared, started)
 
     def _told(self, compared: Compared, started: float) -> Compared:
@@ -247,29 +272,18 @@ class Check:
     def _recorded(
         self, first: Compared, other: Compared, tolerance: float | None
     ) -> Finding | None:
-        """Train both once more with recordings, and return where these part."""
-        recordings: list[Recording] = []
-        for compared in (first, other):
-            name = f"{compared.run}-recorded"
-            folder = self._folder / f"{name}.steps"
-            folder.mkdir(exist_ok=True)
-            words = callback("record", f"{__package__}.recording.Record", folder=folder)
-            try:
-                if compared.killed and self._kill_after is not None:
-                    self._experiment.train_killed(name, compared.ranks, self._kill_after, *words)
-                else:
-                    self._experiment.train(name, compared.ranks, *words)
-            except FailedRunError:
-                pass  # what it has recorded may show why
-            recordings.append(read_recording(folder))
-        batch = self._directory(first.run).values().get("batch")
-        return diagnose(recordings[0], recordings[1], tolerance, other.killed, batch)
+        """Return where the recordings of both part."""
+        ours, theirs = [
+            self._runs.recording(each.run, each.ranks, self._kill_after if each.killed else None)
+            for each in (first, other)
+        ]
+        return diagnose(ours, theirs, tolerance, other.killed, self._runs.batch(first.run))
 
 
 def _of_log(found: Differences, other: Compared) -> Finding:
     """Return what it means that the log differs, and nothing that it was computed from."""
     cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
-    return metric_finding(*cell, other.killed)
+    return metric_finding(*cell, other.killed, found.log)
 
 
 NOT_AGAIN = (
@@ -277,14 +291,3 @@ NOT_AGAIN = (
     "may depend on time, on threads, or on files\nremedy: train twice on the same number of ranks, "
     "and compare"
 )
-
-
-def refuse_inexact(run: RunDirectory, ranks: Sequence[int], tolerance: float | None) -> None:
-    """Raise a `UserError` if bits should be equal and gradients are added in another order."""
-    exact = run.values().get("batch", {}).get("exact_micro_size")
-    if tolerance is None and exact is None and len({*ranks}) > 1:
-        raise UserError(
-            "tolerance=None needs equal bits, and batch.exact_micro_size=null gives them only on "
-            "one number of ranks; set batch.exact_micro_size, or a tolerance, such as 1e-12 with "
-            "precision=64-true"
-        )

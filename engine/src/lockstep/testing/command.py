@@ -14,6 +14,8 @@ HELP = """usage: PROGRAM check [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 Train an experiment on several numbers of ranks, and compare all rows of metrics.csv (except
 times), weights, and states of optimizers. Each run prints a hash of its weights. If something
 differs, the first step, the first tensor, and the likeliest cause are shown; exit status 1.
+Any Lightning script can be checked. torchrun starts it, unless lockstep.main decorates a function.
+What it logged last is compared, and the weights and states at the end of Trainer.fit.
 
   --ranks LIST       numbers of ranks (default: 1,2,4)
   --steps N          steps of each run (default: those of the experiment)
@@ -23,7 +25,7 @@ differs, the first step, the first tensor, and the likeliest cause are shown; ex
                      float32 numbers depend on the order of ranks (default: as --tolerance)
   --kill-after STEP  also kill a rank after a step, and the whole command one step later
 
-Settings go to PROGRAM train.{defaults}
+Settings go to PROGRAM train.{defaults} To a script go all words after its path.
 Examples:
   PROGRAM check --kill-after 5
   PROGRAM check --tolerance 1e-11 precision=64-true"""
@@ -48,18 +50,19 @@ def main(arguments: list[str]) -> int:
         flag = FLAG_OF_SETTING.get(word.partition("=")[0])
         if flag:
             raise UserError(f"{word} is set by the check; use {flag}")
-    words = _with_defaults(overrides, options.tolerance)
-    if options.steps is not None:
-        words.append(f"max_steps={options.steps}")
+    script = overrides[0] if overrides and overrides[0].endswith(".py") else None
+    main = script or project.current().command("train")
+    words = overrides[1:] if script else _with_defaults(overrides, options.tolerance)
     try:
         results = check(
-            project.current().command("train"),
+            main,
             words,
             options.ranks,
             options.tolerance,
             options.kill_after,
             lambda line: print(line, flush=True),
             options.log_tolerance,
+            options.steps,
         )
     except FailedRunError as failure:
         error = UserError if failure.status == UserError.status else RunError
@@ -69,7 +72,7 @@ def main(arguments: list[str]) -> int:
         return 1
     how = f"within {options.tolerance:g}" if options.tolerance else "bit for bit"
     rows = counted(len(results.rows), "row")
-    print(f"equal {how}: weights, states of optimizers, {rows} of metrics.csv (all but times)")
+    print(f"equal {how}: weights, states of optimizers, {rows} of {results.log} (all but times)")
     return 0
 
 

@@ -190,8 +190,8 @@ def _in_noise(pair: Pair) -> Finding | None:
 def _remedy_of_noise(name: str) -> str:
     if name in ("torch", "CUDA"):
         return (
-            "leave torch's generator as MicroBatchSeeds seeds it before each training_step: call "
-            "no manual_seed with the rank, and draw in training_step only"
+            "list MicroBatchSeeds among the callbacks, and leave torch's generator as it seeds it: "
+            "call no manual_seed with the rank, and draw in training_step only"
         )
     return (
         f"draw with torch in training_step, which MicroBatchSeeds seeds, instead of {name}; or in "
@@ -402,7 +402,9 @@ def _after_kill(finding: Finding) -> Finding:
         remedy = "load with train_loader, which begins at the Trainer's step"
     elif finding.cause.startswith("dropout"):
         cause = "random numbers without seeds: after a restart, their generator begins anew"
-        remedy = "leave torch's generator as MicroBatchSeeds seeds it before each training_step"
+        remedy = (
+            "list MicroBatchSeeds among the callbacks, and leave torch's generator as it seeds it"
+        )
     else:
         cause = "a state that isn't in the checkpoint: a value that the next step needs began anew"
         remedy = "keep it in a buffer, in the optimizer's state, or in a callback's state_dict"
@@ -410,10 +412,10 @@ def _after_kill(finding: Finding) -> Finding:
 
 
 def metric_finding(
-    step: int, column: str, values: tuple[str, str], killed: bool = False
+    step: int, column: str, values: tuple[str, str], killed: bool = False, log: str = "metrics.csv"
 ) -> Finding:
     """Return what it means if a column of the log differs, and no weight does."""
-    what = f"{column} of metrics.csv: {values[0] or 'nothing'}, {values[1] or 'nothing'}"
+    what = f"{column} of {log}: {values[0] or 'nothing'}, {values[1] or 'nothing'}"
     if killed:
         return Finding(
             step,

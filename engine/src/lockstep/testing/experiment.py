@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.exits import Exit
@@ -128,27 +129,37 @@ class Experiment:
     def _finish(self, name: str, ranks: int, process: subprocess.Popen[str]) -> None:
         """Wait for the end of a command; raise a `FailedRunError` if it failed."""
         self._wait(ranks, process, lambda: False)
-        status = process.wait()
-        if status == Exit.DONE:
-            return
-        output = self._output(name).read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in output.splitlines() if line.strip()]
-        of = counted(ranks, "rank")
-        error = lines[-1] if lines else "it printed nothing"
-        if status == Exit.MISTAKE:  # the line says it all
-            raise FailedRunError(f"the run on {of} did not begin: {error}", status)
-        log = "\n".join(f"  | {line}" for line in lines[-LOG_LINES:])
-        raise FailedRunError(f"the run on {of} failed: {error}\n{log}", status)
+        if process.wait() != Exit.DONE:
+            raise failure_of(f"the run on {counted(ranks, 'rank')}", self._output(name), process)
+
+
+def failure_of(name: str, output: Path, process: subprocess.Popen[Any]) -> FailedRunError:
+    """Return the error of a process that has ended: its last line, and what it printed before.
+
+    Args:
+        name: of the run.
+        output: the file of what it printed.
+        process: it.
+    """
+    text = output.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    error = lines[-1] if lines else "it printed nothing"
+    if process.returncode == Exit.MISTAKE:  # the line says it all
+        return FailedRunError(f"{name} did not begin: {error}", process.returncode)
+    log = "\n".join(f"  | {line}" for line in lines[-LOG_LINES:])
+    return FailedRunError(f"{name} failed: {error}\n{log}", process.returncode)
 
 
 def command_of(main: str | Sequence[str]) -> list[str]:
     """Return the words to which overrides are added, or raise a `UserError`."""
     if not isinstance(main, str):
         return [*main]
+    if main.endswith(".py"):
+        return [sys.executable, main]
     if not all(part.isidentifier() for part in main.split(".")):
         raise UserError(
-            f"main={main} is no package; name one that runs as `python -m NAME train`, or give "
-            "the words of a command as a list"
+            f"main={main} is no package; name one that runs as `python -m NAME train`, a script's "
+            "path that ends in .py, or the words of a command as a list"
         )
     return [sys.executable, "-m", main, "train"]
 

@@ -25,10 +25,11 @@ Row = dict[str, str]
 
 
 class Results(NamedTuple):
-    """The rows of metrics.csv without times, and the last checkpoint's weights and states."""
+    """What was logged, without times, and the last weights and states."""
 
     rows: list[Row]
     state: dict[str, Any]  # path in the checkpoint -> tensor or plain value
+    log: str = "metrics.csv"  # what the rows are of
 
     def digest(self) -> str:
         """Return the SHA-256 of all weights, by name."""
@@ -41,7 +42,7 @@ class Results(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A value of metrics.csv in which two runs differ."""
+    """A logged value in which two runs differ."""
 
     step: int
     column: str
@@ -56,6 +57,7 @@ class Differences(NamedTuple):
     weights: list[str]
     states: list[str]  # of optimizers and schedulers
     sizes: tuple[int, int, int]  # of the first run: rows, weights, states
+    log: str  # what the rows are of
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.weights or self.states)
@@ -63,7 +65,7 @@ class Differences(NamedTuple):
     def text(self) -> str:
         """Say how many of what differ."""
         found = (self.rows, len(self.weights), len(self.states))
-        kinds = ("rows of metrics.csv", "weights", "states of optimizers")
+        kinds = (f"rows of {self.log}", "weights", "states of optimizers")
         parts = zip(found, self.sizes, kinds, strict=True)
         return ", ".join(f"{some} of {all_} {kind}" for some, all_, kind in parts if some)
 
@@ -131,7 +133,7 @@ def differences(
     states = [name for name in names if not name.startswith(WEIGHTS)]
     count = sum(name.startswith(WEIGHTS) for name in first.state)
     sizes = (len(first.rows), count, len(first.state) - count)
-    return Differences(len(rows), rows[0] if rows else [], weights, states, sizes)
+    return Differences(len(rows), rows[0] if rows else [], weights, states, sizes, first.log)
 
 
 def _differing_rows(
@@ -216,7 +218,7 @@ def first_of(found: Differences, name_of: Callable[[int], str]) -> str:
         cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
         values = [value or "nothing" for value in cell.values]
         return (
-            f"step {cell.step}, {cell.column} of metrics.csv: {values[0]} ({name_of(0)}), "
+            f"step {cell.step}, {cell.column} of {found.log}: {values[0]} ({name_of(0)}), "
             f"{values[1]} ({name_of(1)})"
         )
     where = (found.weights or found.states)[0]
