@@ -1,9 +1,9 @@
 """Classify small images of shapes with a convolutional network."""
 
 import argparse
-import math
 import random
 from collections.abc import Iterable
+from itertools import pairwise
 
 import lightning
 import torch
@@ -67,7 +67,7 @@ class Classifier(lightning.LightningModule):
         widths = (1, 16, 32, 64)
         layers = [
             nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(4, b), nn.ReLU())
-            for a, b in zip(widths, widths[1:])
+            for a, b in pairwise(widths)
         ]
         self.net = nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.1), nn.Linear(576, 4))
         self.accuracy = MulticlassAccuracy(len(SHAPES), average="micro")
@@ -87,9 +87,8 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), self.lr)
-        steps = self.trainer.estimated_stepping_batches
-        cosine = lambda step: 0.5 * (1 + math.cos(math.pi * min(1, step / steps)))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

@@ -20,9 +20,9 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-GOOD = "great lovely superb moving clever".split()
-BAD = "dull awful weak tiresome clumsy".split()
-OTHER = "the a film plot cast music and was with its story very rather of scene".split()
+GOOD = ["great", "lovely", "superb", "moving", "clever"]
+BAD = ["dull", "awful", "weak", "tiresome", "clumsy"]
+OTHER = ["the", "a", "film", "plot", "cast", "music", "and", "was", "story", "very", "of", "scene"]
 WORDS = ["[pad]", "[start]", "not", *GOOD, *BAD, *OTHER]
 Sample = dict[str, Tensor]
 

@@ -80,7 +80,7 @@ class ScriptRuns:
         self, main: str | Sequence[str], arguments: Sequence[str], folder: Path, steps: int | None
     ) -> None:
         words = [*TORCHRUN, main] if isinstance(main, str) else [*main]
-        if not any(RANKS in word for word in words):
+        if not any(RANKS in word for word in (*words, *arguments)):
             raise UserError(
                 f"main={words} starts a script and says no number of ranks; write {RANKS}, as in "
                 f"--devices={RANKS}, or give the script's path alone, which torchrun then starts"
