@@ -25,7 +25,8 @@ What it logged last is compared, and the weights and states at the end of Traine
                      float32 numbers depend on the order of ranks (default: as --tolerance)
   --kill-after STEP  also kill a rank after a step, and the whole command one step later
 
-Settings go to PROGRAM train.{defaults} To a script go all words after its path.
+Settings go to PROGRAM train.{defaults} To a script go all words after its path; {{ranks}} in one
+of them stands for the number of ranks, as in --devices={{ranks}}.
 Examples:
   PROGRAM check --kill-after 5
   PROGRAM check --tolerance 1e-11 precision=64-true"""
