@@ -65,11 +65,17 @@ KNOWN_ELSEWHERE = {
     "data.num_workers=2": "unknown setting data.num_workers; leave it out, since a thread reads "
     "the tokens",
     "debug=fdr": "unknown setting debug; set experiment=debug, or trainer.fast_dev_run=true, "
-    "trainer.overfit_batches=3, trainer.limit_train_batches=100, or trainer.profiler=simple",
+    "trainer.overfit_batches=3, max_steps=20, or trainer.profiler=simple",
+    "callbacks.early_stopping.patience=9": "unknown setting callbacks.early_stopping.patience; set "
+    f"{STOP} +callbacks.stop.monitor=val/loss",
     "extras.print_config=false": "unknown setting extras.print_config; leave it out; --cfg job "
     "prints the settings",
     "hparams_search=mnist_optuna": "unknown setting hparams_search; set --multirun "
     "experiment=search",
+    "local=default": "unknown setting local; add --config-dir FOLDER, which has YAML files of "
+    "yours",
+    "model.scheduler.patience=3": "unknown setting model.scheduler.patience; set schedule.warmup "
+    "or schedule.decay",
     "model.lr=0.1": unknown("model.lr", "optim.lr"),
     "model.optimizer.lr=0.1": unknown("model.optimizer.lr", "optim.lr"),
     "optimized_metric=val/loss": "unknown setting optimized_metric; set checkpoint.monitor, which "

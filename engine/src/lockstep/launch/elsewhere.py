@@ -32,11 +32,14 @@ SETTINGS = {
     "debug": (
         "trainer",
         "set experiment=debug, or trainer.fast_dev_run=true, trainer.overfit_batches=3, "
-        "trainer.limit_train_batches=100, or trainer.profiler=simple",
+        "max_steps=20, or trainer.profiler=simple",
     ),
+    "callbacks.early_stopping": ("callbacks", CHOICES["callbacks=early_stopping"]),
     "extras": ("resume", "leave it out; --cfg job prints the settings"),
     "hparams_search": ("experiment=search", "set --multirun experiment=search"),
     "hydra.job_logging.root.level": ("verbosity", "set verbosity=debug"),
+    "local": ("resume", "add --config-dir FOLDER, which has YAML files of yours"),
+    "model.scheduler": ("schedule.decay", "set schedule.warmup or schedule.decay"),
     "optimized_metric": ("checkpoint.monitor", "set checkpoint.monitor, which a sweep compares"),
     "paths": ("run_dir", "set run_dir"),
     "paths.data_dir": ("data.root", "set data.root"),

@@ -236,10 +236,11 @@ def _refuse_epochs(trainer: Trainer) -> None:
     A Trainer would reject a part of an epoch with a traceback, and count no epochs in silence.
     """
     settings = vars(trainer)
-    for name in ("overfit_batches", "limit_train_batches"):
+    for name, instead in (("overfit_batches", ""), ("limit_train_batches", "max_steps, or ")):
         value = settings.get(name)
         is_part = isinstance(value, float) and value not in (0.0, 1.0)
-        rule = "is a part of an epoch, but this data has no end; set a number of micro-batches"
+        rule = f"is a part of an epoch, but this data has no end; set {instead}a number of "
+        rule += "micro-batches"
         check(f"trainer.{name}", value, not is_part, rule)
     if isinstance(settings.get("limit_train_batches"), int) or trainer.max_steps < 0:
         return
