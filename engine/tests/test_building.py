@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.errors import UserError
@@ -61,3 +62,26 @@ def test_a_function_that_code_calls_later_needs_a_target_and_partial(arguments, 
 def test_what_comes_later_may_lack_in_a_node_of_a_function():
     made = lockstep.build({"_target_": f"{__name__}.Owner", "make": {**LINEAR, "_partial_": True}})
     assert made.made.in_features == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "remedy"),
+    [
+        ({"max_steps": 7}, {"max_steps": 20}, "max_steps=20; set max_steps instead"),
+        (
+            {"accumulate_grad_batches": 7},
+            {"accumulate_grad_batches": 1},
+            "accumulate_grad_batches=1; set batch.micro_size instead",
+        ),
+        ({"log_every_n_steps": 7}, {"log_every_n_steps": 1}, "log_every_n_steps=1; leave it out"),
+    ],
+)
+def test_the_setting_that_decides_an_argument_is_named_if_there_is_one(own, given, remedy):
+    node = {"_target_": "lightning.Trainer", **own}
+    whole = OmegaConf.create({"max_steps": 20, "batch": {"micro_size": None}, "trainer": node})
+    (name,) = own
+    with pytest.raises(UserError) as refusal:
+        lockstep.build(whole.trainer, **given)
+    assert str(refusal.value) == f"trainer.{name}=7: the program gives {remedy}"
+    with pytest.raises(UserError, match=f"^{name}=7: .*; leave it out$"):
+        lockstep.build(node, **given)

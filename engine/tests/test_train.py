@@ -230,7 +230,8 @@ BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",
     "model=no_such": "model=no_such is not one of ",
-    "trainer.max_steps=7": "trainer.max_steps=7: the program gives max_steps=20; leave it out",
+    "trainer.max_steps=7": "trainer.max_steps=7: the program gives max_steps=20; set max_steps "
+    "instead",
     "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
     "lr_scaling=no_such": "lr_scaling=no_such is not one of linear, sqrt, none",

@@ -4,6 +4,7 @@ import lockstep
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 from lockstep.errors import UserError
+from lockstep.settings import check_whole
 from omegaconf import DictConfig
 
 from lockstep_gpt import CONFIGS
@@ -15,6 +16,7 @@ def build(
     cfg: DictConfig, run: lockstep.Run
 ) -> tuple[LightningModule, LightningDataModule, Trainer]:
     """Return what Lightning trains with; a notebook calls this with `lockstep.Run.alone()`."""
+    check_whole("seed", cfg.seed)
     tensor_parallel = cfg.strategy.get("tensor_parallel", 1)  # ranks that share samples
     size = run.recall("global_size")  # of a batch that grew with the devices of the first start
     batch = lockstep.build(cfg.batch, global_size=size).spread_over(run.ranks, 1, tensor_parallel)

@@ -18,12 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.errors import UserError, describe_error
-from lockstep.patches.omegaconf import place_of
+from lockstep.patches.omegaconf import place_of, root_of
 from lockstep.settings import as_typed
 
 LIBRARIES = ("lightning.", "torch.", "torchmetrics.")  # whose own words name a wrong argument
 # Names: this module needs neither Lightning nor torch.
 WRONG_ARGUMENT = ("MisconfigurationException", "TypeError", "ValueError")
+# An argument that programs give -> the setting that decides it, if it has another name.
+DECIDED_BY = {
+    "accumulate_grad_batches": "batch.micro_size",
+    "default_root_dir": "run_dir",
+    "log_every_n_steps": "log_every",
+}
 TARGETS = re.compile(r'"(?:_target_|path)": "(.+?)"')
 
 
@@ -67,7 +73,9 @@ def build(node: Any, **given: Any) -> Any:
     own = _own_arguments(values, place)
     _refuse_no_function(place, own, accepted)
     for name in own.keys() & arguments.keys():
-        arguments[name] = _joined(f"{place}.{name}".lstrip("."), own.pop(name), arguments[name])
+        setting = f"{place}.{name}".lstrip(".")
+        remedy = _remedy(config, name)
+        arguments[name] = _joined(setting, own.pop(name), arguments[name], remedy)
     _refuse_lacking(place, target, accepted, {**own, **arguments})
     try:
         return function(**own, **arguments)
@@ -269,7 +277,15 @@ def _refuse_no_function(
             )
 
 
-def _joined(setting: str, own: Any, given: Any) -> Any:
+def _remedy(config: DictConfig, name: str) -> str:
+    """Return what to do with an argument that the program gives from another setting."""
+    setting = DECIDED_BY.get(name, name)
+    root = root_of(config)
+    is_there = root is not config and OmegaConf.select(root, setting.partition(".")[0]) is not None
+    return f"set {setting} instead" if is_there else "leave it out"
+
+
+def _joined(setting: str, own: Any, given: Any, remedy: str) -> Any:
     """Return what a node and the program both have: lists together; else raise a `UserError`."""
     if isinstance(own, list) and isinstance(given, list):
         return [*given, *own]
@@ -277,4 +293,4 @@ def _joined(setting: str, own: Any, given: Any) -> Any:
         return own if given is None else given
     value = f"={as_typed(given)}" if isinstance(given, bool | int | float | str) else ""
     name = setting.rpartition(".")[2]
-    raise UserError(f"{setting}={as_typed(own)}: the program gives {name}{value}; leave it out")
+    raise UserError(f"{setting}={as_typed(own)}: the program gives {name}{value}; {remedy}")

@@ -314,6 +314,15 @@ def test_a_path_without_a_checkpoint_is_rejected(tmp_path):
         find_checkpoint(tmp_path)
 
 
+def test_a_path_after_the_name_of_a_setting_is_answered_with_the_path_alone(tmp_path, monkeypatch):
+    """Elsewhere, one evaluates `ckpt_path=FILE`; here, a name may have `=`, as step=000001.ckpt."""
+    monkeypatch.chdir(tmp_path)
+    path = save(checkpoint_path(Path("checkpoints"), step=1))
+    with pytest.raises(UserError, match=f"give the path without ckpt_path=: {path}$"):
+        find_checkpoint(Path(f"ckpt_path={path}"))
+    assert find_checkpoint(path) == path
+
+
 @pytest.fixture
 def small_files():
     """Let this process write at most 100,000 bytes into a file."""

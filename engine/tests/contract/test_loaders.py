@@ -182,6 +182,8 @@ def test_two_ways_to_validate_are_refused(foreign, tmp_path):
     """The Trainer's own interval would silently be another one."""
     with pytest.raises(UserError, match=r"^val_check_interval=7 of the Trainer counts micro-"):
         fit(foreign, tmp_path, (1, 2), 31, val_check_interval=7)
+    with pytest.raises(UserError, match=r"^check_val_every_n_epoch=2 of the Trainer counts epochs"):
+        fit(foreign, tmp_path, (1, 2), 31, check_val_every_n_epoch=2)
 
 
 def test_means_are_of_whole_steps_when_an_epoch_ends_within_one(foreign, tmp_path):

@@ -300,6 +300,31 @@ def test_another_order_and_collation_are_the_owner_s(foreign):
         len(trainer.train_dataloader)
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"limit_train_batches": 0.2}, "limit_train_batches=0.2 is a part of an epoch, but"),
+        ({"overfit_batches": 0.2}, "overfit_batches=0.2 is a part of an epoch, but this data"),
+        (
+            {"max_epochs": 20},
+            "max_epochs=20 counts epochs, but this data has no end; set max_steps",
+        ),
+        ({"min_epochs": 3}, "min_epochs=3 counts epochs, but this data has no end; set max_steps"),
+        ({"max_epochs": 2, "limit_train_batches": 3}, None),  # an epoch of three micro-batches
+        ({"min_epochs": 1}, None),  # as Lightning sets it by itself
+    ],
+)
+def test_epochs_of_data_without_an_end_are_refused(foreign, settings, line):
+    """Lightning would count none in silence, or reject a part of one with a traceback."""
+    if line is None:
+        _, trainer = fit(foreign, (1, 1), data={"endless": True}, steps=2, **settings)
+        assert trainer.global_step == 2
+        return
+    with pytest.raises(UserError) as refusal:
+        fit(foreign, (1, 1), data={"endless": True}, steps=2, **settings)
+    assert str(refusal.value).startswith(f"trainer.{line}")
+
+
 class Stream(IterableDataset):
     """Samples without numbers."""
 

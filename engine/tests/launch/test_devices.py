@@ -106,7 +106,8 @@ def test_more_devices_than_gpus_are_rejected_with_the_number_found(fake_gpus):
         ({"num_nodes": 0}, "trainer.num_nodes=0 must be a whole number of at least 1"),
         ({"num_nodes": "auto"}, "trainer.num_nodes=auto must be a whole number of at least 1"),
         ({"num_nodes": 100_001}, "trainer.num_nodes=100001 must be at most 100000"),
-        ({"accelerator": "no_such"}, "trainer.accelerator=no_such needs a GPU, but no GPUs were"),
+        ({"accelerator": "gpu"}, "trainer.accelerator=gpu needs a GPU, but no GPUs were"),
+        ({"accelerator": "tpu"}, "trainer.accelerator=tpu is not one of auto, cpu, gpu, cuda, mps"),
     ],
 )
 def test_an_impossible_number_is_one_line(fake_gpus, trainer, line):

@@ -1,5 +1,6 @@
 """Mistakes in names, choices, values, and YAML: one line, before any rank starts."""
 
+import re
 from pathlib import Path
 
 import lockstep_gpt
@@ -53,6 +54,49 @@ UNKNOWN_NAMES = {
     "+trainer.profile=simple": "trainer.profile=simple: Trainer has no argument profile; "
     "did you mean profiler?",
     f"{SAMPLE}={ORDER}.Ordr": f"{SAMPLE}={ORDER}.Ordr: {ORDER} has no Ordr; did you mean Order?",
+}
+STOP = "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
+# As users of other templates for Lightning and Hydra type them.
+KNOWN_ELSEWHERE = {
+    "ckpt_path=runs/a/last.ckpt": "unknown setting ckpt_path; set resume=CHECKPOINT, or "
+    "run_dir=RUN resume=auto to continue a run",
+    "data.batch_size=64": "unknown setting data.batch_size; set batch.global_size, of all devices, "
+    "or batch.micro_size",
+    "data.num_workers=2": "unknown setting data.num_workers; leave it out, since a thread reads "
+    "the tokens",
+    "debug=fdr": "unknown setting debug; set experiment=debug, or trainer.fast_dev_run=true, "
+    "trainer.overfit_batches=3, max_steps=20, or trainer.profiler=simple",
+    "callbacks.early_stopping.patience=9": "unknown setting callbacks.early_stopping.patience; set "
+    f"{STOP} +callbacks.stop.monitor=val/loss",
+    "extras.print_config=false": "unknown setting extras.print_config; leave it out; --cfg job "
+    "prints the settings",
+    "hparams_search=mnist_optuna": "unknown setting hparams_search; set --multirun "
+    "experiment=search",
+    "local=default": "unknown setting local; add --config-dir FOLDER, which has YAML files of "
+    "yours",
+    "model.scheduler.patience=3": "unknown setting model.scheduler.patience; set schedule.warmup "
+    "or schedule.decay",
+    "model.lr=0.1": unknown("model.lr", "optim.lr"),
+    "model.optimizer.lr=0.1": unknown("model.optimizer.lr", "optim.lr"),
+    "optimized_metric=val/loss": "unknown setting optimized_metric; set checkpoint.monitor, which "
+    "a sweep compares",
+    "paths.data_dir=/data": "unknown setting paths.data_dir; set data.root",
+    "paths.output_dir=/out": "unknown setting paths.output_dir; set run_dir",
+    "task_name=mine": "unknown setting task_name; set run_dir or run_name",
+    "train=false": "unknown setting train; leave it out; without training, evaluate RUN measures",
+    "trainer=ddp": "trainer=ddp is not one of auto, cpu, gpu, mps; did you mean strategy=ddp?",
+    "trainer=ddp_sim": "trainer=ddp_sim is not one of auto, cpu, gpu, mps; set trainer=cpu "
+    "strategy=ddp",
+    "logger=csv": f"logger=csv is not one of {LOGGERS}; set logger=none, since every run writes "
+    "metrics.csv",
+    "logger=null": f"logger=null is not one of {LOGGERS}; set logger=none",
+    "callbacks=none": f"callbacks=none is not one of {CALLBACKS}; set callbacks=[] for none",
+    "callbacks=null": f"callbacks=null is not one of {CALLBACKS}; set callbacks=[] for none",
+    "experiment=null": f"experiment=null is not one of {EXPERIMENTS}; set experiment=[] for none",
+    "callbacks=early_stopping": f"callbacks=early_stopping is not one of {CALLBACKS}; set {STOP} "
+    "+callbacks.stop.monitor=val/loss",
+    "trainer.strategy=ddp_spawn": "trainer.strategy=ddp_spawn starts ranks by itself, but "
+    "lockstep.main does; set strategy=ddp",
 }
 UNUSED = "ddp_find_unused_parameters_true"
 WRONG_CHOICES = {
@@ -118,11 +162,23 @@ ODD_WORDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("words", "line"), {**ODD_WORDS, **UNKNOWN_NAMES, **WRONG_CHOICES, **WRONG_VALUES}.items()
-)
+MISTAKES = ODD_WORDS | UNKNOWN_NAMES | KNOWN_ELSEWHERE | WRONG_CHOICES | WRONG_VALUES
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES.items())
 def test_a_mistake_is_one_line_with_the_nearest_the_choices_or_the_rule(words, line, capsys):
     assert line_of(capsys, *words.split()) == line
+
+
+SETTING = re.compile(r"(?<!--)\+?\b[a-z][\w.]*=[a-z\d][\w./]*|\b\w+=\[\]")
+
+
+@pytest.mark.parametrize("line", [line for line in KNOWN_ELSEWHERE.values() if "=" in line])
+def test_what_such_a_line_advises_can_be_set(line, composed):
+    """Each by itself, as after an `or`; a callback's arguments need its class."""
+    advised = [word for word in SETTING.findall(line.partition("; ")[2]) if "RUN" not in word]
+    for word in advised:
+        composed(*{STOP, word})
 
 
 @pytest.fixture

@@ -47,11 +47,16 @@ class ValidateEvery(Callback):
         if stage != "fit" or self.steps is None:
             return
         nominal = self.steps * trainer.accumulate_grad_batches
-        if trainer.val_check_interval not in (1.0, nominal):
-            raise UserError(
-                f"val_check_interval={trainer.val_check_interval} of the Trainer counts "
-                f"micro-batches, and ValidateEvery({self.steps}) counts steps; remove one of them"
-            )
+        for name, unit, usual in (
+            ("val_check_interval", "micro-batches", (1.0, nominal)),
+            ("check_val_every_n_epoch", "epochs", (1, None)),
+        ):
+            value = getattr(trainer, name)
+            if value not in usual:
+                raise UserError(
+                    f"{name}={value} of the Trainer counts {unit}, and ValidateEvery({self.steps}) "
+                    "counts steps; leave it out and set val_every, or set val_every=null"
+                )
         trainer.val_check_interval = nominal
         trainer.check_val_every_n_epoch = None
 

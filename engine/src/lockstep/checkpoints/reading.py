@@ -274,6 +274,9 @@ def _local(path: Path, folder: Path | None) -> Path:
     with readable(path):
         is_there = path.exists()
     if not is_there:
+        setting, _, alone = str(path).partition("=")
+        if setting.isidentifier() and Path(alone).exists():  # as `ckpt_path=` elsewhere
+            raise UserError(f"{path} does not exist; give the path without {setting}=: {alone}")
         raise UserError(
             f"{path} does not exist; give a run directory, a checkpoint in one, or "
             "wandb://ENTITY/PROJECT/NAME:ALIAS"

@@ -25,6 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from lockstep.errors import UserError
+from lockstep.launch.elsewhere import choice_here, setting_here
 from lockstep.launch.signatures import signature_of
 from lockstep.run.directory import RunDirectory, flat
 from lockstep.settings import check
@@ -40,10 +41,6 @@ WITH_VALUE = (
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun"),
 )
-# What Lightning advises -> the same in our settings.
-ADVISED = {
-    "strategy=ddp_find_unused_parameters_true": "strategy=ddp strategy.find_unused_parameters=true"
-}
 search_path_of_call: list[str] = []  # what Hydra lists, too; see hydra_plugins
 # What composing may raise.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
@@ -409,7 +406,7 @@ def one_line(source: Source, error: Exception, words: list[str]) -> str:
     for word in choices_among(source, words):
         name, _, value = word.partition("=")
         if re.fullmatch(r"[\d.]+|null|true|false", value) and text.startswith("Config group"):
-            return f"{word} is not one of {', '.join(_choices_of(source, name))}"
+            return _no_choice(source, name, value, _choices_of(source, name))
     cause: Any = error.__cause__ or error.__context__ or error
     if not isinstance(cause, OmegaConfBaseException):
         cause = error
@@ -438,10 +435,18 @@ def _unknown_choice(source: Source, error: MissingConfigException) -> str | None
     options = sorted(error.options or []) or _choices_of(source, group)
     if not group or not options:
         return None
+    return _no_choice(source, group, choice, options)
+
+
+def _no_choice(source: Source, group: str, choice: str, options: list[str]) -> str:
+    """Return that a group has no such choice, and which it has."""
+    groups = [name for name in _groups_of(source) if name != group]
+    others = [f"{name}={each}" for name in groups for each in _choices_of(source, name)]
     near = get_close_matches(choice, options, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    if f"{group}={choice}" in ADVISED:
-        hint = f"; set {ADVISED[f'{group}={choice}']}"
+    advice = choice_here(group, choice, options, others)
+    if advice is None and near:
+        advice = f"did you mean {near[0]}?"
+    hint = f"; {advice}" if advice else ""
     return f"{group}={choice} is not one of {', '.join(options)}{hint}"
 
 
@@ -458,12 +463,18 @@ def _nearest_setting(source: Source, name: str, words: list[str]) -> str:
     choices = _choices_with(source, name, words)
     if choices:
         return f"; choose {' or '.join(choices)}, which has it"
+    all_choices = [
+        f"{group}={each}" for group in _groups_of(source) for each in _choices_of(source, group)
+    ]
+    advice = setting_here(name, [*known, *all_choices])
+    if advice is not None:
+        return f"; {advice}"
     last = name.rpartition(".")[2]
     same = [setting for setting in known if setting.rpartition(".")[2] == last]
     if last in known:  # of the first level
         same = [last]
-    near = get_close_matches(name, same, n=1) or get_close_matches(name, known, n=1, cutoff=0.75)
-    near = near or (same if len(same) == 1 else [])
+    near = get_close_matches(name, same, n=1) or (same if len(same) == 1 else [])
+    near = near or get_close_matches(name, known, n=1, cutoff=0.75)
     kind = "hydra" if name.startswith("hydra.") else "job"
     hint = f"; did you mean {near[0]}?" if near else f"; --cfg {kind} shows all of them;"
     return f"{hint} (+{name}=... would add it)"

@@ -17,12 +17,13 @@ from lockstep.launch import launcher, slurm
 from lockstep.launch.launch_settings import LaunchSettings
 from lockstep.launch.placement import Placement
 from lockstep.ranks.address import refuse_no_loopback
-from lockstep.settings import check, node_of
+from lockstep.settings import check, check_choice, node_of
 
 DEVICE_FILES = Path("/dev")
 MOST_RANKS = 1024  # of a machine
 MOST_NODES = 100_000
 BATCHES = ("lockstep.Batch", "lockstep.batch.Batch")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 HALF = ("16", "16-mixed")  # what Lightning calls float16 that isn't in all of the model
 
 
@@ -39,7 +40,8 @@ def found(
     slurm.become_rank(settings)
     config = OmegaConf.create({**values})
     trainer: Any = OmegaConf.to_container(config.get("trainer") or OmegaConf.create(), resolve=True)
-    _refuse_own_start(trainer.get("strategy"))
+    has_group = isinstance(values.get("strategy"), Mapping)
+    _refuse_own_start(trainer.get("strategy"), "strategy" if has_group else "trainer.strategy")
     accelerator = accelerator_of(str(trainer.get("accelerator", "auto")), "trainer.accelerator=cpu")
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
@@ -89,14 +91,19 @@ def _named(trainer: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     return [(f"trainer.{name}", trainer[name])] if name in trainer else []
 
 
-def _refuse_own_start(strategy: Any) -> None:
-    """Raise a `UserError` for a strategy of Lightning's that starts ranks by itself."""
+def _refuse_own_start(strategy: Any, setting: str) -> None:
+    """Raise a `UserError` for a strategy of Lightning's that starts ranks by itself.
+
+    Args:
+        strategy: what the Trainer would get.
+        setting: that chooses another one.
+    """
     name = str(strategy)
     kind, _, method = name.partition("_")
     if method.partition("_")[0] in ("spawn", "fork", "notebook"):
         raise UserError(
             f"trainer.strategy={name} starts ranks by itself, but lockstep.main does; set "
-            f"trainer.strategy={kind}"
+            f"{setting}={kind}"
         )
 
 
@@ -113,6 +120,7 @@ def accelerator_of(wanted: str, without: str = "trainer=cpu") -> str:
         wanted: an accelerator of Lightning's, or auto.
         without: the setting that runs without a GPU.
     """
+    check_choice("trainer.accelerator", wanted, ACCELERATORS)
     if wanted == "mps":
         return wanted
     has_gpus = wanted != "cpu" and gpu_count() > 0

@@ -38,6 +38,7 @@ from lockstep.loading.order import (
     eval_parts,
 )
 from lockstep.loading.reading import BatchReader, Collate, Pad
+from lockstep.settings import check
 
 Workers = int | Literal["thread"]
 
@@ -212,11 +213,13 @@ def train_loader(
         endless: let the data have no epochs.
 
     Raises:
-        UserError: the dataset isn't map-style, or is empty, there is no Trainer yet, or its
-            strategy can't add gradients as `batch` says.
+        UserError: the dataset isn't map-style, or is empty, there is no Trainer yet, its strategy
+            can't add gradients as `batch` says, or it counts epochs of data that has no end.
     """
     trainer = attached(trainer)
     _refuse_other_sums(trainer, batch)
+    if endless:
+        _refuse_epochs(trainer)
     size = size_of(dataset)
     return TrainLoader(
         Batches(BatchReader(dataset, seed, collate), trainer.strategy, workers),
@@ -225,6 +228,29 @@ def train_loader(
         None if endless else size,
         order or Shuffled(size, seed),
     )
+
+
+def _refuse_epochs(trainer: Trainer) -> None:
+    """Raise a `UserError` for arguments of a Trainer that mean nothing without an end of epochs.
+
+    A Trainer would reject a part of an epoch with a traceback, and count no epochs in silence.
+    """
+    settings = vars(trainer)
+    for name, instead in (("overfit_batches", ""), ("limit_train_batches", "max_steps, or ")):
+        value = settings.get(name)
+        is_part = isinstance(value, float) and value not in (0.0, 1.0)
+        rule = f"is a part of an epoch, but this data has no end; set {instead}a number of "
+        rule += "micro-batches"
+        check(f"trainer.{name}", value, not is_part, rule)
+    if isinstance(settings.get("limit_train_batches"), int) or trainer.max_steps < 0:
+        return
+    rule = "counts epochs, but this data has no end; set max_steps, or add "
+    rule += "trainer.limit_train_batches=MICRO_BATCHES"
+    for name, epochs, usual in (
+        ("max_epochs", trainer.max_epochs, -1),
+        ("min_epochs", trainer.min_epochs, 1),
+    ):
+        check(f"trainer.{name}", epochs, epochs is None or epochs <= usual, rule)
 
 
 def _refuse_other_sums(trainer: Trainer, batch: Sized | int) -> None:

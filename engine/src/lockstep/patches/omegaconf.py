@@ -9,3 +9,9 @@ def place_of(node: DictConfig) -> str:
     Only errors say it in public.
     """
     return str(node._get_full_key(None))
+
+
+def root_of(node: DictConfig) -> DictConfig:
+    """Return the whole configuration of which a node is a part; a node alone is its own root."""
+    root = node._get_root()
+    return root if isinstance(root, DictConfig) else node
