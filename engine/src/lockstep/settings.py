@@ -48,6 +48,24 @@ LARGEST = 10**15  # of whole numbers without a limit of their own; no run has as
 _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 
 
+# How a field's annotation says what its value may be -> in words.
+_KINDS = {
+    "None": "null",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a text",
+}
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Return whether a value is of a plain kind."""
+    if isinstance(value, bool) or kind == "bool":
+        return isinstance(value, bool) and kind == "bool"
+    kinds = {"None": type(None), "float": int | float, "int": int, "str": str}
+    return isinstance(value, kinds[kind])  # type: ignore[arg-type]
+
+
 class Checked:
     """Checks every field against its own rules when an instance is created."""
 
@@ -58,6 +76,9 @@ class Checked:
             self._check(item, getattr(self, item.name))
 
     def _check(self, item: Field[Any], value: Any) -> None:
+        kinds = str(item.type).split(" | ")
+        if {*kinds} <= _KINDS.keys() and not any(_is_of(value, kind) for kind in kinds):
+            self.refuse(item.name, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}")
         choices = item.metadata.get("choices")
         if choices and value is not None and value not in choices:
             self.refuse(item.name, f"is not one of {', '.join(choices)}")

@@ -123,6 +123,6 @@ def test_what_a_script_does_not_offer_is_refused(settings, message, script):
         assert_lockstep(script, [DEVICES], **settings)
 
 
-def test_a_command_that_says_no_number_of_ranks_is_refused(script):
-    with pytest.raises(UserError, match=r"says no number of ranks; write \{ranks\}"):
-        assert_lockstep([sys.executable, script], ["--devices=2"])
+def test_a_command_that_says_no_number_of_ranks_is_told_it_as_a_setting(script):
+    with pytest.raises(FailedRunError, match=r"unrecognized arguments: .*trainer.devices=1"):
+        assert_lockstep([sys.executable, script], ["--devices=2"], ranks=(1, 2))

@@ -71,7 +71,7 @@ def assert_lockstep(
             tensor, and the likeliest cause.
         UserError: the arguments can't be checked.
     """
-    if precision is not None and script_of(main) is not None:
+    if precision is not None and script_of(main, overrides) is not None:
         raise UserError(f"precision={precision} can't be set in {main}; let the script set it")
     words = joined(overrides, [f"precision={precision}"] if precision else [])
     check(main, words, ranks, tolerance, kill_after, _say_nothing, log_tolerance, steps)
@@ -162,7 +162,7 @@ def runs_of(
     kill_after: int | None,
 ) -> Runs:
     """Return the runs of a script, or of a program that `lockstep.main` starts."""
-    if script_of(main) is not None:
+    if script_of(main, overrides) is not None:
         refuse_kill(main, kill_after)
         return ScriptRuns(main, overrides, folder, steps)
     words = completed(overrides, kill_after)

@@ -44,11 +44,16 @@ ENTRY_POINT = "[lightning.pytorch.callbacks_factory]\ncheck = lockstep.testing.w
 METADATA = "Metadata-Version: 2.1\nName: lockstep-check\nVersion: 0\n"
 
 
-def script_of(main: str | Sequence[str]) -> Path | None:
-    """Return the script that a command runs if `lockstep.main` decorates nothing in it."""
+def script_of(main: str | Sequence[str], arguments: Sequence[str] = ()) -> Path | None:
+    """Return the script that a command runs if it has no settings of ours.
+
+    It has them if `lockstep.main` decorates a function in it, or if no word of a command is to say
+    the number of ranks, which then is a setting.
+    """
     words = [main] if isinstance(main, str) else main
     paths = [Path(word) for word in words if word.endswith(".py")]
-    if not paths or is_program(paths[0]):
+    says_ranks = isinstance(main, str) or any(RANKS in word for word in (*words, *arguments))
+    if not paths or not says_ranks or is_program(paths[0]):
         return None
     return paths[0]
 
@@ -71,20 +76,12 @@ class ScriptRuns:
         arguments: of the script.
         folder: for what the runs leave; an existing one.
         steps: after how many optimizer steps they stop; None: where the script does.
-
-    Raises:
-        UserError: the words don't say how many ranks there are.
     """
 
     def __init__(
         self, main: str | Sequence[str], arguments: Sequence[str], folder: Path, steps: int | None
     ) -> None:
         words = [*TORCHRUN, main] if isinstance(main, str) else [*main]
-        if not any(RANKS in word for word in (*words, *arguments)):
-            raise UserError(
-                f"main={words} starts a script and says no number of ranks; write {RANKS}, as in "
-                f"--devices={RANKS}, or give the script's path alone, which torchrun then starts"
-            )
         self._words = [*words, *arguments]
         self._folder = folder
         self._steps = steps
