@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID = "WANDB_RUN_ID"  # of the run that a sweep's agent starts
+SWEEP_ID = "WANDB_SWEEP_ID"  # of an agent's sweep; with it, wandb takes no ID but the variable's
 MODES = ("auto", "online", "offline", "disabled")
 INIT_SECONDS = 30.0  # for the server's answer at the start
 # What wandb shows for a metric in its table of runs, instead of the last value.
@@ -95,6 +96,8 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         kind = arguments.get("job_type") or os.environ.get("WANDB_JOB_TYPE")
         arguments["job_type"] = kind or "train"
         arguments |= owner_of(directory, arguments)
+        run_id = id_of(directory)
+        leave_other_sweep(run_id)  # before wandb reads its variables
         mode = decide_mode(mode)
         if log_model and mode != "online":
             raise UserError(
@@ -108,7 +111,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             mode,
             seconds,
             dir=str(directory.path.absolute()),  # wandb's process may have another working folder
-            id=id_of(directory),
+            id=run_id,
             resume="allow",
             name=name_of(directory, config["run_name"]),
             config=config,
@@ -250,6 +253,20 @@ def id_of(directory: RunDirectory) -> str:
     new = in_sweep(directory, os.environ.get(RUN_ID)) or secrets.token_hex(4)
     replace_text(path, new)
     return new
+
+
+def leave_other_sweep(run_id: str) -> None:
+    """Drop the variable of an agent's sweep if the agent's run is not this directory's run.
+
+    That is so after a resume, in a sweep of ours, or where a shell has kept the variable.
+    """
+    if os.environ.get(SWEEP_ID) and os.environ.get(RUN_ID) != run_id:
+        logger.warning(
+            "this run is not of the sweep that %s=%s names: its wandb run is %s",
+            SWEEP_ID,
+            os.environ.pop(SWEEP_ID),
+            run_id,
+        )
 
 
 def name_of(directory: RunDirectory, run_name: str) -> str:
