@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lockstep.checkpoints.sums import files_of
 from lockstep.errors import UserError
+from lockstep.file_systems import is_unsupported
 from lockstep.loggers.step_rows import StepRows
 from lockstep.loggers.tracker_guard import TrackerGuard
 from lockstep.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
@@ -300,7 +301,12 @@ def owner_of(directory: RunDirectory, arguments: dict[str, Any]) -> dict[str, An
 
 def refuse_full_disk(folder: Path) -> None:
     """Raise an `OSError` if the disk of `folder` is full, which wandb only notes in its own log."""
-    disk = os.statvfs(folder)
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        if is_unsupported(error):
+            return
+        raise
     free = disk.f_bavail
     if os.geteuid() == 0:
         free = disk.f_bfree
