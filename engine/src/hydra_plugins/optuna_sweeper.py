@@ -78,7 +78,7 @@ class OptunaSweeper(Sweeper):
             UserError: Optuna isn't installed, a setting of the sweeper is wrong, or there is no
                 setting to search in.
         """
-        is_count = isinstance(self.n_trials, int) and self.n_trials >= 1
+        is_count = type(self.n_trials) is int and self.n_trials >= 1  # true is no number
         check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
         self.direction = self._direction()
         rule = "must be 1: each job has all devices, so they run one after another"
@@ -163,7 +163,7 @@ class OptunaSweeper(Sweeper):
     def _overrides(self, arguments: list[str]) -> list[Override]:
         """Return the command line's overrides, after those presets that it doesn't replace."""
         parser = OverridesParser.create(config_loader=self.loader)
-        replaced = {_name(override) for override in parser.parse_overrides(arguments)}
+        replaced = {_name(each).lstrip("+~") for each in parser.parse_overrides(arguments)}
         presets = [f"{name}={space}" for name, space in self.params.items() if name not in replaced]
         return list(parser.parse_overrides([*presets, *arguments]))
 

@@ -126,6 +126,7 @@ def test_the_largest_value_can_be_the_best(capsys, direction):
         ("storage=nope://x", r"hydra.sweeper.storage=nope://x cannot be opened \(.+\); name a .+"),
         ("n_trials=0", "hydra.sweeper.n_trials=0 must be a whole number above 0"),
         ("n_jobs=2", "hydra.sweeper.n_jobs=2 must be 1: each job has all devices, .+"),
+        ("n_trials=true", "hydra.sweeper.n_trials=true must be a whole number above 0"),
         ("n_trials=few", "hydra.sweeper.n_trials=few must be a whole number above 0"),
     ],
 )
@@ -166,3 +167,18 @@ def test_the_preset_s_search_space_can_be_extended_on_the_command_line():
     assert all(3e-4 <= config.optim.lr <= 3e-2 for config in tried)
     assert {config.optim.weight_decay for config in tried} <= {0.2, 0.3}
     assert {config.max_steps for config in tried} == {300}
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_setting_of_the_command_line_replaces_the_preset_s_search_space(prefix):
+    words = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep", "hydra.sweeper.n_trials=1"]
+    space = "+hydra.sweeper.params={%s: '1e-4,1e-2'}"
+    tried = []
+
+    def job(config):
+        tried.append(config)
+        return 1.0
+
+    name = "optim.extra" if prefix == "+" else "optim.lr"
+    compose([*words, space % name, f"{prefix}{name}=3e-3", "seed=1,2"], job)
+    assert [config.optim[name.removeprefix("optim.")] for config in tried] == [3e-3]
