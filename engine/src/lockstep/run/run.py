@@ -431,9 +431,7 @@ class Run:
 
     def _is_stop(self, error: BaseException) -> bool:
         """Return whether an exception is how a signal or a Ctrl-C stops the run."""
-        from lockstep.callbacks.stopping import Stopped  # which imports this module
-
-        if isinstance(error, Stopped | stop_signals.Interrupted):
+        if isinstance(error, stop_signals.Stopped | stop_signals.Interrupted):
             return True
         if isinstance(error, KeyboardInterrupt):  # as in a notebook; ranks of others get none
             return self.ranks.world_size == 1
