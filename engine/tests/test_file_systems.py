@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import file_systems
+from lockstep.checkpoints.room import refuse_full_disk
 from lockstep.file_systems import Lock, is_unsupported, lacks_links, locked
 
 UNSUPPORTED = ("ENOSYS", "ENOTSUP", "ENOLCK", "EINVAL")
@@ -60,6 +62,22 @@ def test_an_operation_that_is_missing_is_told_from_a_busy_and_a_broken_disk(name
     assert is_unsupported(OSError(getattr(errno, name), ""))
     assert lacks_links(OSError(errno.EPERM, ""))
     assert not lacks_links(OSError(errno.ENOSPC, ""))
+
+
+def test_a_disk_that_does_not_tell_its_room_is_not_full(tmp_path, monkeypatch):
+    def answer(_):
+        raise OSError(number, os.strerror(number))
+
+    number = errno.ENOSYS
+    assert file_systems.bytes_left(tmp_path) > 0
+    monkeypatch.setattr(shutil, "disk_usage", answer)
+    refuse_full_disk(tmp_path, needed=10**18)
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        refuse_full_disk(tmp_path, needed=1)
+    nothing = shutil._ntuple_diskusage(0, 0, 0)  # as some of FUSE say
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: nothing)
+    refuse_full_disk(tmp_path, needed=10**18)
 
 
 @pytest.mark.parametrize("name", sorted(errno.errorcode.values()))

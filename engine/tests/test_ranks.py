@@ -14,11 +14,17 @@ TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 # 1,024 tokens of validation are 32 windows: 2 ranks of 6 pad the last batch, 3 ranks of 4 too
 EXACT = ("precision=64-true", "max_steps=10", "val_every=10", "batch.global_size=12")
 BROKEN = """
-import os, time, lightning
+import builtins, os, time, lightning
 class Broken(lightning.Callback):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 3 and trainer.global_rank == 1:
             raise ZeroDivisionError("on purpose")
+class Leaves(lightning.Callback):
+    def __init__(self, kind):
+        self.kind = kind
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            raise getattr(builtins, self.kind)("on purpose")
 class Meets(lightning.Callback):
     def on_exception(self, trainer, *_):
         trainer.strategy.barrier()
@@ -100,6 +106,21 @@ def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, pro
     assert ended - (run / "failed.json").stat().st_mtime < 25  # torch waits 30
     assert "on purpose" in (run / "ranks/1.log").read_text()
     assert not processes_of(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", "BaseException"])
+def test_a_rank_that_leaves_by_another_exception_does_not_wait_for_the_others(command, kind):
+    (command.folder / "broken.py").write_text(BROKEN)
+    leaves = ["+callbacks.l._target_=broken.Leaves", f"+callbacks.l.kind={kind}"]
+    words = command.smoke(*TWO, *WAITING["a barrier"], *leaves, "max_steps=100000")
+    process = command.start(*words, "run_dir=left", PYTHONPATH=str(command.folder))
+    try:
+        _, err = process.communicate(timeout=120)  # a run that stalls waits for half an hour
+    finally:
+        process.terminate()
+    assert process.returncode == 1
+    assert err.splitlines()[-1].startswith(f"rank 1 failed: {kind}: on purpose; ")
 
 
 FAULTS = """

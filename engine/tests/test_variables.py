@@ -90,6 +90,8 @@ def test_an_argument_of_the_trainer_by_variable_is_refused_with_the_setting():
         ("MPLBACKEND", "module://of_no_notebook.here"),
         ("MPLBACKEND", "bad"),
         ("MPLBACKEND", ""),
+        ("LOGLEVEL", "debug"),
+        ("LOGLEVEL", "10"),
     ],
 )
 def test_a_variable_of_another_program_is_dropped(variable, value):
@@ -103,6 +105,12 @@ def test_a_backend_that_matplotlib_finds_is_kept(name):
     given = {"MPLBACKEND": name}
     variables.settle(given)
     assert given == {"MPLBACKEND": name}
+
+
+def test_a_level_that_python_knows_is_kept():
+    given = {"LOGLEVEL": "DEBUG"}
+    variables.settle(given)
+    assert given == {"LOGLEVEL": "DEBUG"}
 
 
 def test_the_names_of_backends_are_matplotlib_s():

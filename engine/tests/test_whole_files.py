@@ -1,5 +1,7 @@
+import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,29 @@ def test_after_an_error_everything_is_as_before(tmp_path):
         file.writelines([b"half of", "it"])
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [("open", "EACCES"), ("open", "EISDIR"), ("fsync", "EBADF"), ("fsync", "EINVAL")],
+)
+def test_a_folder_that_cannot_be_flushed_needs_no_flush(tmp_path, monkeypatch, operation, name):
+    # As to write but not to read it, or where a system opens or flushes no folders.
+    real = getattr(os, operation)
+
+    def lacking(what, *arguments):
+        place = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else what
+        if Path(place).is_dir():
+            raise OSError(number, os.strerror(number))
+        return real(what, *arguments)
+
+    number = getattr(errno, name)
+    monkeypatch.setattr(os, operation, lacking)
+    replace_text(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "new"
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_text(tmp_path / "a.json", "newer")
 
 
 def test_a_missing_folder_gives_the_system_s_error(tmp_path):

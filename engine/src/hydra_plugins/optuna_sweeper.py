@@ -23,6 +23,9 @@ from lockstep.errors import UserError
 from lockstep.optional import import_optional
 from lockstep.settings import check, check_choice
 
+# What the value of a job is, and whether a large one is good.
+DECIDING = ("checkpoint.monitor", "checkpoint.mode")
+
 
 class OptunaSweeper(Sweeper):
     """Runs jobs one after another, each with settings that the results so far suggest.
@@ -75,7 +78,7 @@ class OptunaSweeper(Sweeper):
             UserError: Optuna isn't installed, a setting of the sweeper is wrong, or there is no
                 setting to search in.
         """
-        is_count = isinstance(self.n_trials, int) and self.n_trials >= 1
+        is_count = type(self.n_trials) is int and self.n_trials >= 1  # true is no number
         check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
         self.direction = self._direction()
         rule = "must be 1: each job has all devices, so they run one after another"
@@ -87,12 +90,13 @@ class OptunaSweeper(Sweeper):
         if not space:
             raise UserError("a sweep needs a setting to search in, like optim.lr=1e-3,3e-3")
         for override in space:
+            _refuse_other_scale(override)
             _refuse_empty_interval(override)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = self._study(optuna)
         for number in range(self.n_trials):
             trial = study.ask()
-            chosen = [f"{_name(override)}={_suggest(trial, override)}" for override in space]
+            chosen = [f"{_name(override)}={self._suggest(trial, override)}" for override in space]
             (job,) = self.launcher.launch([[*fixed, *chosen]], initial_job_idx=number)
             value = math.nan if job.return_value is None else float(job.return_value)
             if math.isnan(value):
@@ -121,7 +125,7 @@ class OptunaSweeper(Sweeper):
         """Return the study that `storage` has under this name, or a new one."""
         sampler = instantiate(self.sampler)
         try:
-            return optuna.create_study(
+            study = optuna.create_study(
                 storage=self.storage,
                 sampler=sampler,
                 study_name=self.study_name,
@@ -134,17 +138,45 @@ class OptunaSweeper(Sweeper):
                 f"hydra.sweeper.storage={self.storage} cannot be opened ({reason}); name a "
                 "database, as in sqlite:///study.db"
             ) from error
+        stored = " and ".join(each.name.lower() for each in study.directions)
+        rule = (
+            f"but the study {self.study_name} in {self.storage} is to {stored}; set another "
+            "hydra.sweeper.study_name, or that direction, with the checkpoint.mode that fits it"
+        )
+        check("hydra.sweeper.direction", self.direction, stored == self.direction, rule)
+        return study
+
+    def _suggest(self, trial: Any, override: Override) -> Any:
+        """Draw a value.
+
+        Raises:
+            UserError: earlier trials of a stored study have drawn from values of another kind.
+        """
+        try:
+            return _suggest(trial, override)
+        except ValueError as error:
+            raise UserError(
+                f"{override.input_line}: the study {self.study_name} in {self.storage} has other "
+                f"values for it ({error}); set another hydra.sweeper.study_name, or these values"
+            ) from None
 
     def _overrides(self, arguments: list[str]) -> list[Override]:
         """Return the command line's overrides, after those presets that it doesn't replace."""
         parser = OverridesParser.create(config_loader=self.loader)
-        replaced = {_name(override) for override in parser.parse_overrides(arguments)}
+        replaced = {_name(each).lstrip("+~") for each in parser.parse_overrides(arguments)}
         presets = [f"{name}={space}" for name, space in self.params.items() if name not in replaced]
         return list(parser.parse_overrides([*presets, *arguments]))
 
 
 def _name(override: Override) -> str:
     return str(override.get_key_element())
+
+
+def _refuse_other_scale(override: Override) -> None:
+    """Raise a `UserError` for a setting with which the jobs' values could not be compared."""
+    name = _name(override)
+    rule = "decides what is searched for; set one value, the same for all jobs"
+    check(name, override.get_value_string(), name not in DECIDING, rule)
 
 
 def _refuse_empty_interval(override: Override) -> None:

@@ -6,8 +6,10 @@ without the operation, or in another way. Any other one says `broken`, and ends 
 """
 
 import errno
+import shutil
 from collections.abc import Callable
 from enum import Enum, auto
+from pathlib import Path
 
 # What systems answer to an operation that this file system doesn't have.
 UNSUPPORTED = frozenset(
@@ -58,9 +60,25 @@ def lacks_links(error: OSError) -> bool:
     return is_unsupported(error) or error.errno in (errno.EPERM, errno.EXDEV, errno.EMLINK)
 
 
+def lacks_folder_flush(error: OSError) -> bool:
+    """Return whether a folder could not be flushed because it can't be: it may be write-only."""
+    return is_unsupported(error) or error.errno in (errno.EACCES, errno.EISDIR, errno.EBADF)
+
+
 def lacks_maps(error: OSError) -> bool:
     """Return whether a file could not be mapped into memory because this file system can't."""
     return is_unsupported(error) or error.errno == errno.ENODEV
+
+
+def bytes_left(folder: Path) -> int | None:
+    """Return the free bytes on the disk of `folder`; None if its file system doesn't tell."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        if is_unsupported(error):
+            return None
+        raise
+    return disk.free if disk.total > 0 else None
 
 
 def locked(take: Callable[[], object]) -> Lock:

@@ -126,6 +126,11 @@ def package() -> str | None:
     return _begun[0].package if _begun else None
 
 
+def folder() -> Path:
+    """Return a folder of the project's own files; without a project, the current folder."""
+    return _begun[0].configs if _begun else Path.cwd()
+
+
 def program() -> str:
     """Return what people type: the project's program; without a project, `lockstep`."""
     return _begun[0].program if _begun else "lockstep"

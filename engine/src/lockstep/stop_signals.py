@@ -28,6 +28,20 @@ REPEAT_SECONDS = 0.3  # less is one Ctrl-C: `timeout -s INT` signals a process a
 AT_ONCE = "\nstopping at once, without a save"
 
 
+class Stopped(BaseException):
+    """Training ended early. Not an `Exception`, so it isn't taken for a failure.
+
+    Args:
+        signum: the signal that stopped it.
+        saved: whether all ranks have saved.
+    """
+
+    def __init__(self, signum: int, *, saved: bool = True) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+        self.saved = saved
+
+
 class Interrupted(KeyboardInterrupt):
     """A stop signal came while there was nothing to save."""
 

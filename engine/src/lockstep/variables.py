@@ -5,8 +5,8 @@ For each there is one decision:
 - refused, because it would change the experiment, and config.yaml would not show it:
   `PL_TRAINER_*`; or would end the ranks: interfaces of gloo and NCCL that this machine lacks, and
   a debugging level with which torch crashes;
-- dropped, because it is of another program: `DROPPED`, and a backend of matplotlib that is not
-  here;
+- dropped, because it is of another program: `DROPPED`, a backend of matplotlib that is not here,
+  and a level of logging that Python doesn't know;
 - shown in the receipt and in environment.json, because it can change the last bits of a result, or
   its speed: `SHOWN`;
 - left to its library. Where a setting has the same meaning, the setting wins if it was set.
@@ -15,6 +15,7 @@ For each there is one decision:
 wandb, and a project's `scripts/dev.py` those of pip.
 """
 
+import logging
 import os
 import re
 import socket
@@ -32,6 +33,7 @@ TRAINER = "PL_TRAINER_"  # Lightning takes arguments that its Trainer isn't give
 # Lightning's `seed_everything` leaves these to the processes that a program starts.
 DROPPED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 PLOTS = "MPLBACKEND"  # a notebook sets its own for all commands that it starts
+LEVEL = "LOGLEVEL"  # torch's agent of ranks reads it, and ends if it is `debug` or `10`
 MODULE = "module://"  # a backend outside matplotlib
 BACKEND = re.compile(  # of matplotlib itself
     "(gtk[34]|qt5?|tk|wx|web|nb)?agg|(gtk[34]|qt5?|tk|wx)?cairo|"
@@ -65,6 +67,8 @@ def settle(variables: MutableMapping[str, str] = os.environ) -> None:
         variables.pop(name, None)
     if PLOTS in variables and not is_backend(variables[PLOTS]):
         del variables[PLOTS]
+    if LEVEL in variables and variables[LEVEL] not in logging.getLevelNamesMapping():
+        del variables[LEVEL]
 
 
 def is_backend(name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.errors import UserError
-from lockstep.file_systems import is_unsupported, remedy
+from lockstep.file_systems import is_unsupported, lacks_folder_flush, remedy
 
 
 @contextlib.contextmanager
@@ -72,12 +72,20 @@ def put_in_place(unfinished: Path, folder: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to disk: a power failure may undo a rename without this."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flush a folder's names to disk: a power failure may undo a rename without this.
+
+    Raises:
+        OSError: the disk is broken, or full.
+    """
     try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not lacks_folder_flush(error):
+            raise
 
 
 def sync(descriptor: int) -> None:

@@ -15,7 +15,6 @@ from lockstep import stop_signals
 from lockstep.callbacks import clipping
 from lockstep.callbacks.stopping import (
     GracefulStop,
-    Stopped,
     StopVote,
 )
 from lockstep.checkpoints.reading import checkpoints_in, newest_valid, step_of
@@ -23,6 +22,7 @@ from lockstep.errors import RunError
 from lockstep.memory.turns import KEEP, NOT_NOW, NOTHING
 from lockstep.metrics.callback import Metrics
 from lockstep.processes import STOP_SIGNALS
+from lockstep.stop_signals import Stopped
 from lockstep.strategies import placing as strategies
 
 DDP = {"process_group_backend": "gloo", "timeout_seconds": 60, "comm_hook": "none"}

@@ -103,9 +103,8 @@ def test_a_full_disk_is_worse_than_a_filling_one(composed, monkeypatch):
     config = composed()
     statuses_of_limits = {}
     for room, status in ((0, "failure"), (10**9, "warning"), (10**12, "ok")):
-        monkeypatch.setattr(
-            environment.shutil, "disk_usage", lambda _, room=room: type("", (), {"free": room})
-        )
+        some = type("", (), {"free": room, "total": 10**13})
+        monkeypatch.setattr(environment.shutil, "disk_usage", lambda _, some=some: some)
         statuses_of_limits[status] = {*statuses(examine_disks(config))}
     assert statuses_of_limits == {status: {status} for status in statuses_of_limits}
 

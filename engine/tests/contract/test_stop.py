@@ -7,10 +7,11 @@ import lightning
 import pytest
 
 from lockstep.callbacks.seeds import MicroBatchSeeds
-from lockstep.callbacks.stopping import GracefulStop, Stopped
+from lockstep.callbacks.stopping import GracefulStop
 from lockstep.checkpoints.callback import Checkpoints
 from lockstep.checkpoints.reading import checkpoint_path, checkpoints_in, step_of
 from lockstep.processes import STOP_SIGNALS
+from lockstep.stop_signals import Stopped
 
 slow = pytest.mark.slow
 

@@ -83,6 +83,20 @@ def test_a_stored_study_continues_under_its_name(capsys):
     assert "best of 20 jobs: 1.0000 with seed: '1'" in printed
 
 
+def test_a_stored_study_of_another_kind_is_refused():
+    words = ["hydra.sweeper.storage=sqlite:///study.db", "hydra.sweeper.study_name=mine"]
+    search(*words, "seed=1,2", job=distance, trials=1)
+    with pytest.raises(UserError) as caught:
+        search(*words, "seed=1,2", "checkpoint.mode=max", job=distance, trials=1)
+    assert str(caught.value) == (
+        "hydra.sweeper.direction=maximize but the study mine in sqlite:///study.db is to minimize; "
+        "set another hydra.sweeper.study_name, or that direction, with the checkpoint.mode that "
+        "fits it"
+    )
+    with pytest.raises(UserError, match=r"^seed=1,3: the study mine in .+ has other values for it"):
+        search(*words, "seed=1,3", job=distance, trials=1)
+
+
 @pytest.mark.slow
 def test_another_sampler_of_optuna_can_be_chosen():
     sampler = "hydra.sweeper.sampler._target_=optuna.samplers.RandomSampler"
@@ -112,12 +126,20 @@ def test_the_largest_value_can_be_the_best(capsys, direction):
         ("storage=nope://x", r"hydra.sweeper.storage=nope://x cannot be opened \(.+\); name a .+"),
         ("n_trials=0", "hydra.sweeper.n_trials=0 must be a whole number above 0"),
         ("n_jobs=2", "hydra.sweeper.n_jobs=2 must be 1: each job has all devices, .+"),
+        ("n_trials=true", "hydra.sweeper.n_trials=true must be a whole number above 0"),
         ("n_trials=few", "hydra.sweeper.n_trials=few must be a whole number above 0"),
     ],
 )
 def test_a_wrong_setting_of_the_sweeper_is_one_line(setting, line):
     with pytest.raises(UserError, match=f"^{line}$"):
         search(f"hydra.sweeper.{setting}", "seed=1,2", job=distance)
+
+
+@pytest.mark.parametrize("word", ["checkpoint.mode=min,max", "checkpoint.monitor=a,b"])
+def test_jobs_whose_values_cannot_be_compared_are_refused(word):
+    line = f"^{word} decides what is searched for; set one value, the same for all jobs$"
+    with pytest.raises(UserError, match=line):
+        search("seed=1,2", word, job=distance)
 
 
 def test_without_optuna_a_search_says_what_to_install(monkeypatch):
@@ -145,3 +167,18 @@ def test_the_preset_s_search_space_can_be_extended_on_the_command_line():
     assert all(3e-4 <= config.optim.lr <= 3e-2 for config in tried)
     assert {config.optim.weight_decay for config in tried} <= {0.2, 0.3}
     assert {config.max_steps for config in tried} == {300}
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_setting_of_the_command_line_replaces_the_preset_s_search_space(prefix):
+    words = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep", "hydra.sweeper.n_trials=1"]
+    space = "+hydra.sweeper.params={%s: '1e-4,1e-2'}"
+    tried = []
+
+    def job(config):
+        tried.append(config)
+        return 1.0
+
+    name = "optim.extra" if prefix == "+" else "optim.lr"
+    compose([*words, space % name, f"{prefix}{name}=3e-3", "seed=1,2"], job)
+    assert [config.optim[name.removeprefix("optim.")] for config in tried] == [3e-3]

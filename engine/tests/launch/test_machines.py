@@ -41,6 +41,19 @@ def start_machine(run, values, *, is_named=True):
     return start.start(NewRun(run, values, "a:b", dict, is_named=is_named))
 
 
+def test_the_directory_is_locked_before_anything_is_written_there(run):
+    # Else of two commands in one second, one removes what the other has written.
+    locked = []
+
+    def prepare(values):
+        locked.append(run.lock.path.exists())
+        return values
+
+    new = NewRun(run, {**VALUES, "trainer": {**VALUES["trainer"], "num_nodes": 1}}, "a:b", prepare)
+    start.start(new)
+    assert locked == [True]
+
+
 def settings_of(node_rank=1, join_seconds=0.3, rdzv_endpoint=PLACE):
     given = {"node_rank": node_rank, "join_seconds": join_seconds}
     return {**given, "rdzv_endpoint": rdzv_endpoint, "min_nodes": 1}

@@ -35,6 +35,18 @@ def test_the_state_of_git_names_the_commit_and_whether_files_differ(tmp_path):
     assert git_state(tmp_path)["git_dirty"] is True
 
 
+def test_the_state_of_git_is_of_the_folder_whatever_the_variables_say(tmp_path, monkeypatch):
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder in (ours, other):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.check_call(["git", "init", "-q", folder])
+        words = ["commit", "-q", "--allow-empty", "-m", folder.name]
+        subprocess.check_call(["git", *identity, *words], cwd=folder)
+    expected = git_state(ours)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert git_state(ours) == expected != git_state(other)
+
+
 def test_an_id_is_read_back_unless_its_file_is_damaged(tmp_path, caplog):
     path = tmp_path / "id"
     assert known_id(path, WANDB_ID) is None

@@ -235,6 +235,28 @@ def test_a_torn_id_gives_way_to_a_new_one_that_stays(tmp_path):
     assert wandb_run.id_of(directory) == directory.wandb_id.read_text() == second
 
 
+def test_a_run_keeps_its_id_under_the_variables_of_an_agent_s_other_run(
+    tmp_path, monkeypatch, caplog
+):
+    directory = RunDirectory(tmp_path)
+    for sweep, run in (("s1", "first"), ("s1", "second"), ("s1", None)):
+        monkeypatch.setenv("WANDB_SWEEP_ID", sweep)
+        monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+        if run is not None:
+            monkeypatch.setenv("WANDB_RUN_ID", run)
+        logged = wandb_run.WandbRun(
+            directory=directory, config={"run_name": "run"}, project="p", mode="offline"
+        )
+        assert logged.experiment.id == directory.wandb_id.read_text() == "first"
+        logged.experiment.finish()
+        wandb_run.wandb.teardown()  # as at the end of a process: it has read the variables
+    line = "this run is not of the sweep that WANDB_SWEEP_ID=s1 names: its wandb run is first"
+    assert [message for message in caplog.messages if message.startswith("this run")] == [
+        line,
+        line,
+    ]
+
+
 def test_an_unknown_setting_is_one_line(command):
     refused = command.train("logger=wandb", "+logger.wandb.projekt=p", status=2)
     line = "logger.wandb.projekt=p is no argument of wandb.init; did you mean project?"

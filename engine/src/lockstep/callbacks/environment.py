@@ -7,13 +7,12 @@ import os
 import platform
 import socket
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, Trainer
 
-from lockstep import variables
+from lockstep import project, variables
 from lockstep.loggers.tracking import git_state
 from lockstep.run.run import Run
 from lockstep.whole_files import replace_text
@@ -47,5 +46,5 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),  # with its build, as in 2.13.0+cpu
         **libraries,
         "variables": variables.shown(),
-        **git_state(Path(__file__).parent),
+        **git_state(project.folder()),
     }

@@ -1,7 +1,6 @@
 """Stops a run early, and saves it, on a signal."""
 
 import contextlib
-import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,20 +20,6 @@ from lockstep.ranks.ranks import LONGEST_WAIT, gloo_group, meeting_store
 from lockstep.settings import not_a_config
 
 LEAVING_SECONDS = 60.0  # that a rank which leaves training waits for the others
-
-
-class Stopped(BaseException):
-    """Training ended early. Not an `Exception`, so it isn't taken for a failure.
-
-    Args:
-        signum: the signal that stopped it.
-        saved: whether all ranks have saved.
-    """
-
-    def __init__(self, signum: int, *, saved: bool = True) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.signum = signum
-        self.saved = saved
 
 
 class StopVote:
@@ -242,7 +227,7 @@ class GracefulStop(StepCallback):
     def _stop(self, *, saved: bool = True) -> None:
         stop_signals.received.has_saved = saved
         self.vote.close()
-        raise Stopped(self.decided, saved=saved)
+        raise stop_signals.Stopped(self.decided, saved=saved)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Finish the last vote: a rank that leaves early would fail the others' vote."""

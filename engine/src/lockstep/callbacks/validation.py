@@ -44,6 +44,8 @@ class ValidateEvery(Callback):
         """
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.steps = None
+        if stage == "fit" and trainer.check_val_every_n_epoch is not None:
+            check_whole("check_val_every_n_epoch", trainer.check_val_every_n_epoch, at_least=1)
         if stage != "fit" or self.steps is None:
             return
         nominal = self.steps * trainer.accumulate_grad_batches

@@ -171,7 +171,9 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Save if due, once the step is finished."""
         if step == trainer.max_steps:
-            trainer.should_stop = True  # Lightning then validates a last time, at any step
+            trainer.should_stop = True  # Lightning then validates a last time, at any step,
+            trainer.fit_loop.min_epochs = 0  # but not before these, though the run ends here
+            trainer.fit_loop.epoch_loop.min_steps = None
         is_due = self.is_due(step, trainer.max_steps)
         if is_due or trainer.should_stop:
             self._waits = not self.validates(trainer)

@@ -1,17 +1,17 @@
 """Whether a checkpoint can be as large as it must be: on its disk, and under the user's limits."""
 
 import resource
-import shutil
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LARGER_FILES, RunError
+from lockstep.file_systems import bytes_left
 
 
 def refuse_full_disk(folder: Path, needed: int) -> None:
     """Raise a `RunError` if `folder` has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    free = bytes_left(folder)
+    if free is not None and free < needed:
         raise RunError(
             f"{folder} has {free:,} bytes left, but a checkpoint needs {needed:,}; "
             "free some space there"

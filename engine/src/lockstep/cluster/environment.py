@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.cluster.report import Finding, failure, ok, warning
 from lockstep.errors import UserError
+from lockstep.file_systems import bytes_left
 from lockstep.variables import GLOO, NCCL, refuse_absent_interface
 
 GIB, MIB = 2**30, 2**20
@@ -200,14 +201,15 @@ def examine_disks(config: DictConfig) -> list[Finding]:
     findings: list[Finding] = []
     for name, place in places.items():
         folder = nearest_folder(Path(place))
-        room = shutil.disk_usage(folder).free
-        line = f"{_size(room)} free for {name} in {folder}"
+        room = bytes_left(folder)
+        known = "unknown room" if room is None else f"{_size(room)} free"
+        line = f"{known} for {name} in {folder}"
         fix = f"free space, or set {name}"
         if not os.access(folder, os.W_OK):
             findings.append(failure("disk", f"{name}: {folder} cannot be written", f"set {name}"))
-        elif room < LEAST_DISK:
+        elif room is not None and room < LEAST_DISK:
             findings.append(failure("disk", line, fix))
-        elif room < GOOD_DISK:
+        elif room is not None and room < GOOD_DISK:
             findings.append(warning("disk", line, fix))
         free.append(line)
     return findings or [ok("disk", ", ".join(free))]

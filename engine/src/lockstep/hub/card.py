@@ -126,7 +126,7 @@ def _revision(source: Path) -> str:
     state = read_informative_object(path)
     if not {"git_revision", "git_dirty"} <= state.keys():
         when = "exported"
-        state = git_state(project.current().configs)
+        state = git_state(project.folder())
     if not state:
         return "not in git"
     changed = ", with changes that are not in it" if state["git_dirty"] else ""

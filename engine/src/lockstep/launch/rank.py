@@ -13,7 +13,6 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import stop_signals
-from lockstep.callbacks.stopping import Stopped
 from lockstep.errors import UserError
 from lockstep.exits import Exit, after_signal
 from lockstep.launch.hydra_job import HYDRA_FILE
@@ -53,7 +52,7 @@ def call(function: Callable[..., Any], directory: RunDirectory, store: Any = Non
             value = function(*arguments)
             run.handled()
             run.conclude("done", _plain(value))
-        except Stopped as stopped:
+        except stop_signals.Stopped as stopped:
             if run is not None:
                 run.conclude("stopped", saved=stopped.saved)
             if ranks.rank == 0 and stopped.saved:

@@ -175,8 +175,8 @@ class Freezing:
         run = run_start.run
         run_start.check()
         self.run_existed = run.config.exists()
+        self._lock.enter_context(run.locked())  # two commands may have one folder named after now
         values = run_start.prepare(run_start.values)
-        self._lock.enter_context(run.locked())
         try:
             run_start.freeze(values)
         except Interrupted:

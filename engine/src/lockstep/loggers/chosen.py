@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from lockstep import project
 from lockstep.building import build, imported
 from lockstep.loggers.tracker_guard import TrackerGuard
 from lockstep.loggers.tracking import ContinuedRun, TrackedRun, git_state
@@ -44,7 +44,7 @@ def chosen_loggers(
     chosen = {name: node for name, node in (nodes or {}).items() if node is not None}
     if chosen:
         limit_exit(seconds)
-    values = {**config, **facts, **git_state(Path.cwd())}
+    values = {**config, **facts, **git_state(project.folder())}
     values["run_name"] = config.get("run_name") or directory.path.name
     offered: dict[str, Any] = {
         "directory": directory,

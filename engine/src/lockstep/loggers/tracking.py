@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -96,11 +97,19 @@ class ContinuedRun:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return the revision of the code at `folder`, and whether files differ from it."""
+    """Return the revision of the code at `folder`, and whether files differ from it.
+
+    Variables that name another repository, as in a hook of git, don't count.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith("GIT_CONFIG")
+    }
 
     def git(*words: str) -> str:
         return subprocess.check_output(
-            ["git", *words], cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10
+            ["git", *words], cwd=folder, env=kept, stderr=subprocess.DEVNULL, text=True, timeout=10
         ).strip()
 
     try:

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lockstep.checkpoints.sums import files_of
 from lockstep.errors import UserError
+from lockstep.file_systems import is_unsupported
 from lockstep.loggers.step_rows import StepRows
 from lockstep.loggers.tracker_guard import TrackerGuard
 from lockstep.loggers.tracking import ENDED_WELL, WANDB_ID, TrackedRun, known_id
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID = "WANDB_RUN_ID"  # of the run that a sweep's agent starts
+SWEEP_ID = "WANDB_SWEEP_ID"  # of an agent's sweep; with it, wandb takes no ID but the variable's
 MODES = ("auto", "online", "offline", "disabled")
 INIT_SECONDS = 30.0  # for the server's answer at the start
 # What wandb shows for a metric in its table of runs, instead of the last value.
@@ -95,6 +97,8 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
         kind = arguments.get("job_type") or os.environ.get("WANDB_JOB_TYPE")
         arguments["job_type"] = kind or "train"
         arguments |= owner_of(directory, arguments)
+        run_id = id_of(directory)
+        leave_other_sweep(run_id)  # before wandb reads its variables
         mode = decide_mode(mode)
         if log_model and mode != "online":
             raise UserError(
@@ -108,7 +112,7 @@ class WandbRun(StepRows, WandbLogger, TrackedRun):
             mode,
             seconds,
             dir=str(directory.path.absolute()),  # wandb's process may have another working folder
-            id=id_of(directory),
+            id=run_id,
             resume="allow",
             name=name_of(directory, config["run_name"]),
             config=config,
@@ -252,6 +256,20 @@ def id_of(directory: RunDirectory) -> str:
     return new
 
 
+def leave_other_sweep(run_id: str) -> None:
+    """Drop the variable of an agent's sweep if the agent's run is not this directory's run.
+
+    That is so after a resume, in a sweep of ours, or where a shell has kept the variable.
+    """
+    if os.environ.get(SWEEP_ID) and os.environ.get(RUN_ID) != run_id:
+        logger.warning(
+            "this run is not of the sweep that %s=%s names: its wandb run is %s",
+            SWEEP_ID,
+            os.environ.pop(SWEEP_ID),
+            run_id,
+        )
+
+
 def name_of(directory: RunDirectory, run_name: str) -> str:
     """Return the wandb run's name: `run_name`, or the variable, if that is only the folder's."""
     if run_name != directory.path.name:
@@ -283,7 +301,12 @@ def owner_of(directory: RunDirectory, arguments: dict[str, Any]) -> dict[str, An
 
 def refuse_full_disk(folder: Path) -> None:
     """Raise an `OSError` if the disk of `folder` is full, which wandb only notes in its own log."""
-    disk = os.statvfs(folder)
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        if is_unsupported(error):
+            return
+        raise
     free = disk.f_bavail
     if os.geteuid() == 0:
         free = disk.f_bfree

@@ -416,9 +416,7 @@ class Run:
 
         From now on, its other handlers have some seconds, unless all ranks have failed.
         """
-        has_signal = stop_signals.received.first is not None
-        is_stop = has_signal and (lost_peers(error) or stop_signals.ended_by_signal(error))
-        if is_stop or self.failure is not None or not isinstance(error, Exception):
+        if self.failure is not None or self._is_stop(error):
             return
         status = report_failure(self.directory, self.ranks, error, self.terminal)
         self.failure = (error, status)
@@ -430,6 +428,15 @@ class Run:
                 is_busy=lambda: self._disk is not None and self._disk.is_writing,
                 end=lambda: self._end_failed(status),
             )
+
+    def _is_stop(self, error: BaseException) -> bool:
+        """Return whether an exception is how a signal or a Ctrl-C stops the run."""
+        if isinstance(error, stop_signals.Stopped | stop_signals.Interrupted):
+            return True
+        if isinstance(error, KeyboardInterrupt):  # as in a notebook; ranks of others get none
+            return self.ranks.world_size == 1
+        has_signal = stop_signals.received.first is not None
+        return has_signal and (lost_peers(error) or stop_signals.ended_by_signal(error))
 
     def _end_failed(self, status: int) -> None:
         """End this process: a handler of its exception waits for other ranks."""

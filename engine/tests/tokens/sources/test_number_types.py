@@ -1,5 +1,6 @@
 """A token file of another type, or of another format, is refused by what it seems to be."""
 
+import bz2
 import gzip
 import io
 import json
@@ -8,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import numpy as np
@@ -253,6 +255,13 @@ def zipped():
     return file.getvalue()
 
 
+def tarred():
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a"))
+    return file.getvalue()
+
+
 def safetensors(size):
     header = json.dumps({f"w{n}": {"dtype": "U8", "shape": [1]} for n in range(size)}).encode()
     return len(header).to_bytes(8, "little") + header + bytes(100)
@@ -270,6 +279,8 @@ FORMATS = {
         b"content" * 99, mtime=0
     ),
     "packed with zstd, not a flat array of tokens; unpack": zstandard.compress(b"content" * 99),
+    "packed with bzip2, not a flat array of tokens; unpack it": bz2.compress(b"content" * 99),
+    "a tar archive, not a flat array of tokens; unpack it": tarred(),
     "a ZIP archive, such as an .npz file or a model of PyTorch": zipped(),
     "a Parquet file, not a flat array of tokens; use data=parquet": b"PAR1" + bytes(100) + b"PAR1",
     "a safetensors file, not a flat array of tokens; give files": safetensors(3),

@@ -32,6 +32,7 @@ FORMATS = {
     b"PAR1": ("a Parquet file", "use data=parquet"),
     b"\x28\xb5\x2f\xfd": ("packed with zstd", UNPACK),
     b"\xfd7zXZ\0": ("packed with xz", UNPACK),
+    **{b"BZh%d1AY&SY" % level: ("packed with bzip2", UNPACK) for level in range(1, 10)},
     b"\x89HDF\r\n\x1a\n": ("an HDF5 file", ""),
     b"ARROW1\0\0": ("an Arrow file", ""),
     b"MMIDIDX\0\0": ("an index of Megatron-LM", ""),
@@ -95,6 +96,8 @@ def format_of(start: bytes, size: int) -> tuple[str, str] | None:
     for magic, (name, remedy) in FORMATS.items():
         if start.startswith(magic):
             return name, remedy or OTHER
+    if start[257:262] == b"ustar":
+        return "a tar archive", UNPACK
     number = int.from_bytes(start[:4], "little")
     if len(start) >= 1024 and number in OF_LLM_C:
         return OF_LLM_C[number], OTHER
