@@ -383,3 +383,17 @@ def test_a_strategy_that_adds_in_another_order_is_refused(foreign):
     strategy = {"strategy": foreign.strategy(1, exact=True)}
     trainer = lightning.Trainer(accelerator="cpu", logger=False, **strategy)
     train_loader(foreign.Rows("dict"), batch, trainer, seed=1)
+
+
+class Accumulating(lightning.Callback):
+    """Changes during training how many micro-batches a step has."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2:
+            trainer.accumulate_grad_batches = 4
+
+
+def test_a_callback_that_changes_what_a_step_is_is_named(foreign):
+    line = r"^accumulate_grad_batches=4 was 2 when this epoch began; a step has the same samples"
+    with pytest.raises(UserError, match=line):
+        fit(foreign, (1, 2), Accumulating())

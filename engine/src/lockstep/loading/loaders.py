@@ -108,12 +108,13 @@ class TrainLoader(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         place = data_place(self.trainer)
+        accumulation = self.trainer.accumulate_grad_batches
         places = RankOrder(
             self.order,
             self.micro_size,
             place.rank,
             place.size,
-            self.trainer.accumulate_grad_batches,
+            accumulation,
             self._position(self.trainer.global_step),
         )
         # Lightning counts, and takes fewer of them to end an epoch that is resumed.
@@ -126,7 +127,19 @@ class TrainLoader(Iterable[Any]):
             except StopIteration:
                 return
             self.waited += time.perf_counter() - started
+            self._refuse_other_steps(accumulation)
             yield batch
+
+    def _refuse_other_steps(self, accumulation: int) -> None:
+        """Raise a `UserError` if a callback has changed what a step is, maybe on one rank only."""
+        now = self.trainer.accumulate_grad_batches
+        check(
+            "accumulate_grad_batches",
+            now,
+            now == accumulation,
+            f"was {accumulation} when this epoch began; a step has the same samples only if no "
+            "callback changes it",
+        )
 
     def read_again(self, step: int, number: int) -> Any:
         """Return a micro-batch once more: the one of this number after `step` updates.
