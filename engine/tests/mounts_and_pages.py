@@ -74,6 +74,7 @@ def module_of() -> Callable[..., Tokens]:
         module.samples = samples
         device = SimpleNamespace(root_device=torch.device("cpu"))
         places: dict[str, Any] = {"global_step": 0, "max_steps": 100}
+        places |= {"max_epochs": None, "min_epochs": None}
         places["accumulate_grad_batches"] = 1
         places["distributed_sampler_kwargs"] = {"rank": rank, "num_replicas": world}
         stages = dict.fromkeys(("validating", "sanity_checking", "testing"), False)
