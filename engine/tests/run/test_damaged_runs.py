@@ -163,6 +163,15 @@ def test_a_folder_in_the_place_of_a_file_is_refused_by_its_name(run, command, na
     assert f"run/{name} is a folder; move it away" in refusal(command, LONGER)
 
 
+@pytest.mark.parametrize("name", ["metrics.csv", "train.log", "overrides.log", "summary.json"])
+def test_a_pipe_in_the_place_of_a_file_blocks_nobody(run, command, name):
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    status, _, errors = command.run(*LONGER)
+    assert status == 2
+    assert f"run/{name} is not a file; move it away" in errors
+
+
 @pytest.fixture
 def permissions():
     """Let the permissions of files bind root too, as far as this system can."""
