@@ -142,6 +142,7 @@ def test_a_place_that_cannot_be_written_is_rejected_in_one_line(tmp_path):
 
 
 def test_a_folder_in_the_place_of_a_file_of_the_run_is_named(run):
+    run.create(VALUES)
     run.name_in_memory.unlink()
     run.name_in_memory.mkdir()
     rule = rf"^Is a directory: {run.name_in_memory} cannot be written; fix that"
