@@ -204,6 +204,15 @@ def test_without_a_checkpoint_the_run_starts_over(run):
     assert way_on(run) == f"nothing is saved; to start over: {resume_command(run)}"
 
 
+def test_a_run_that_has_saved_is_never_told_to_start_over(run):
+    run.note_save()
+    shutil.rmtree(run.checkpoints)
+    for fault in ("is missing", "is not a folder"):
+        line = f"{run.checkpoints} {fault}; restore it, then continue: {resume_command(run)}"
+        assert way_on(run) == line
+        run.checkpoints.touch()
+
+
 def test_a_folder_of_checkpoints_that_cannot_be_read_is_named(run, monkeypatch):
     def refuse(_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

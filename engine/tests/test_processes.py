@@ -7,7 +7,7 @@ import time
 
 from lockstep_gpt import PROJECT
 
-from lockstep import processes
+from lockstep import processes, project
 
 CHILD = """
 import sys, time
@@ -34,6 +34,19 @@ def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch)
     script.parent.mkdir()
     script.touch(mode=0o755)
     assert processes.typed("check") == f"{PROJECT.program} check"
+
+
+def test_an_agent_which_has_no_project_begins_its_lines_as_the_command_was_typed(monkeypatch):
+    monkeypatch.setattr(project, "_begun", [])
+    for typed, name in (
+        ("my-gpt train", "my-gpt train"),
+        ("python3 scripts/dev.py train", "dev.py train"),
+        ("/bin/python -m my_gpt train", "my_gpt train"),
+        ("python train.py", "train.py"),
+        ("train", "train"),
+    ):
+        monkeypatch.setenv(processes.PROGRAM_VARIABLE, typed)
+        assert processes.program_name() == name
 
 
 def test_what_nobody_sees_in_an_error_is_shown_as_an_escape(capsys):

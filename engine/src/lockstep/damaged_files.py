@@ -29,6 +29,8 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
     The object is empty if the file is missing, which is no fault, or if it is damaged.
     """
     try:
+        if is_special(path):
+            return {}, "is not a file"
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}, ""
@@ -39,6 +41,11 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(content, dict):
         return {}, "is damaged (not an object)"
     return content, ""
+
+
+def is_special(path: Path) -> bool:
+    """Return whether something is there that could block its reader, such as a pipe."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def read_informative_object(path: Path) -> dict[str, Any]:

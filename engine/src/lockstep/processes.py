@@ -86,9 +86,13 @@ def name_restored() -> Iterator[None]:
 
 def program_name() -> str:
     """Return what an error line begins with: the program, or the command of this installation."""
-    words = shlex.split(training_command())
-    is_ours = words[-1] in ("train", "prepare")
-    return f"{project.program()} {words[-1]}" if is_ours else Path(words[-1]).name
+    *before, last = shlex.split(training_command())
+    if last not in ("train", "prepare"):
+        return Path(last).name
+    ours = project.found()
+    if ours is not None:
+        return f"{ours.program} {last}"
+    return " ".join([*(Path(word).name for word in before[-1:]), last])  # an agent has no project
 
 
 def tool(name: str) -> str:

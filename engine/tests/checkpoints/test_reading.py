@@ -371,3 +371,10 @@ def test_only_leftovers_of_dead_processes_are_removed(tmp_path):
     remove_leftovers(tmp_path)
     assert {*tmp_path.iterdir()} == before
     assert path in before
+
+
+def test_a_file_in_the_place_of_the_folder_is_named_and_no_space_is_asked_for(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    rule = r"cannot be written: the folder is not a folder; restore it$"
+    with pytest.raises(RunError, match=rule):
+        save(tmp_path / "checkpoints/step=000001.ckpt")

@@ -86,6 +86,15 @@ def test_settings_that_all_machines_need_are_required(run, settings, is_named, l
         start_machine(run, values_of(**settings), is_named=is_named)
 
 
+def test_a_port_of_another_program_is_named_as_that():
+    cause = "The server socket has failed to listen. port: 29500, code: -98, name: EADDRINUSE"
+    line = machines.explain_missed_rendezvous(launch_of(), cause, is_lost=True)
+    assert line == (
+        f"another program listens at {PLACE}; end it, or give all machines a free port in "
+        "launch.rdzv_endpoint"
+    )
+
+
 def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start():
     values = {"batch": {"_target_": "lockstep.Batch", "micro_size": 1, "global_size": 4}}
     four = Placement("cpu", 1, 4)

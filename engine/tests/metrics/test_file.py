@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from lockstep.errors import RunError
 from lockstep.metrics.file import MetricsFile
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
@@ -38,6 +39,14 @@ def test_each_row_is_there_as_soon_as_it_is_logged(start, path):
     for step in (1, 2, 3):
         file.log_metrics({"train/loss": 0.5 * step}, step)
         assert path.read_text().splitlines()[step:] == [f"{step},{0.5 * step},"]
+
+
+def test_a_file_that_is_gone_ends_the_run_in_one_line(start, path):
+    file = start()
+    file.log_metrics({"train/loss": 1.0}, 1)
+    path.unlink()
+    with pytest.raises(RunError, match=r"No such file or directory: .* cannot be written"):
+        file.log_metrics({"train/loss": 2.0}, 2)
 
 
 def test_values_of_one_step_share_its_row(start, path):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -128,11 +129,47 @@ def test_damaged_files_that_only_inform_are_ignored_by_name_and_replaced(run, co
     assert "run is done" in command(*LONGER).stdout
 
 
+@pytest.mark.parametrize("content", [None, b"\0\1", b"- 1\n", b"hydra: {job: 5}\n"])
+def test_a_copy_without_hydra_s_own_file_continues_with_this_command_s(run, command, content):
+    file = run / ".hydra/hydra.yaml"
+    before = file.read_text()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    printed = command(*LONGER).stdout
+    line = "run/.hydra/hydra.yaml is damaged; this command's takes its place"
+    assert (line in printed) == (content is not None)
+    assert file.read_text().splitlines()[0] == before.splitlines()[0]
+    assert command.summary("run")["step"] == 22
+
+
+def test_a_file_in_the_place_of_hydra_s_folder_is_refused(run, command):
+    shutil.rmtree(run / ".hydra")
+    (run / ".hydra").touch()
+    assert "run/.hydra is not a folder; move it away" in refusal(command, LONGER)
+
+
+@pytest.mark.parametrize("decided", [5, [], {}, {"marks": 1, "fingerprint": "a"}])
+def test_damaged_notes_about_tokens_are_refused_by_their_name(run, command, decided):
+    (run / "decided.json").write_text(json.dumps({"tokens": decided}))
+    line = refusal(command, LONGER)
+    assert "tokens in the run's decided.json is damaged; restore the original" in line
+
+
 @pytest.mark.parametrize("name", ["metrics.csv", "train.log", "overrides.log", "summary.json"])
 def test_a_folder_in_the_place_of_a_file_is_refused_by_its_name(run, command, name):
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
     assert f"run/{name} is a folder; move it away" in refusal(command, LONGER)
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "train.log", "overrides.log", "summary.json"])
+def test_a_pipe_in_the_place_of_a_file_blocks_nobody(run, command, name):
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    status, _, errors = command.run(*LONGER)
+    assert status == 2
+    assert f"run/{name} is not a file; move it away" in errors
 
 
 @pytest.fixture

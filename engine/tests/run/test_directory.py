@@ -141,6 +141,15 @@ def test_a_place_that_cannot_be_written_is_rejected_in_one_line(tmp_path):
         RunDirectory(tmp_path / "file" / "run").create(VALUES)
 
 
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_named(run):
+    run.create(VALUES)
+    run.name_in_memory.unlink()
+    run.name_in_memory.mkdir()
+    rule = rf"^Is a directory: {run.name_in_memory} cannot be written; fix that"
+    with pytest.raises(UserError, match=rule), run.writing(UserError):
+        run.refreeze(VALUES)
+
+
 def test_a_directory_that_could_not_be_created_can_be_used_later(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -133,6 +133,23 @@ def test_a_foreign_run_directory_cannot_build_classes(foreign_run, command):
     command(*RESUME, "max_steps=26")  # once permitted, it is known
 
 
+@pytest.mark.parametrize("place", [".hydra/hydra.yaml", "config.yaml"])
+def test_a_foreign_run_directory_cannot_choose_where_and_how_to_log(finished, command, place):
+    run = command.folder / "run"
+    shutil.copytree(finished[0].folder / "runs/first", run)
+    handler = {"class": "logging.FileHandler", "filename": str(run / "written"), "mode": "w"}
+    logging = {"version": 1, "root": {"handlers": []}, "handlers": {"theirs": handler}}
+    values = yaml.safe_load((run / place).read_text())
+    values.setdefault("hydra", {})["job_logging"] = logging
+    (run / place).write_text(yaml.safe_dump(values))
+    stderr = command(*RESUME, "max_steps=25", status=2).stderr
+    assert "run_dir=run: its .hydra/hydra.yaml has hydra.job_logging" in stderr
+    assert "trust_run_dir=true" in stderr
+    assert not (run / "written").exists()
+    command(*RESUME, "max_steps=25", "trust_run_dir=true")
+    assert (run / "written").exists()
+
+
 @pytest.mark.parametrize("launched", [False, True])
 def test_no_data_is_read_for_a_reference_before_permission(finished, command, launched):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")

@@ -110,6 +110,8 @@ def write_checkpoint(
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = getattr(cause, "strerror", None) or cause
         remedy = remedy_of_limit(cause) or "free space there, or make it writable"
+        if not path.parent.is_dir():
+            reason, remedy = f"the folder {absence_of(path.parent)}", "restore it"
         raise RunError(f"checkpoint {path} cannot be written: {reason}; {remedy}") from error
 
 

@@ -84,8 +84,9 @@ def replay(steps: Steps, folder: Path, noise: float | None = None) -> RunDirecto
     directory.create(_values(steps, folder, noise))
     if steps.run.decided.exists():  # such as which tokens it trains with
         shutil.copyfile(steps.run.decided, directory.decided)
-    (folder / HYDRA_FILE).parent.mkdir()
-    shutil.copyfile(steps.run.path / HYDRA_FILE, folder / HYDRA_FILE)
+    if (steps.run.path / HYDRA_FILE).exists():  # else the command writes its own
+        (folder / HYDRA_FILE).parent.mkdir()
+        shutil.copyfile(steps.run.path / HYDRA_FILE, folder / HYDRA_FILE)
     if steps.start:
         directory.checkpoints.mkdir()
         for path in files_of(checkpoint_path(steps.run.checkpoints, steps.start)):

@@ -73,7 +73,7 @@ def resume(
             print(_done(run, recorded, summary))
         return 0, summary.get("value", math.nan)
     usable_files.refuse_unusable(run)
-    permit = partial(trust.permit, run, bool(values.get("trust_run_dir")), values)
+    permit = partial(_permit, run, bool(values.get("trust_run_dir")), values)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
         permit()
     continued = ContinuedRun(run, merged, reference or "", changes, permit)
@@ -92,6 +92,12 @@ def naming_file(run: RunDirectory) -> Iterator[None]:
         if any(setting.startswith(_place_of(override)) for override in _overrides()):
             raise
         raise UserError(f"{run.config}: {mistake}") from None
+
+
+def _permit(run: RunDirectory, trusted: bool, composed: dict[str, Any]) -> None:
+    """Raise a `UserError` if the run's files name what could be someone else's code."""
+    trust.permit(run, trusted, composed)
+    hydra_job.permit_logging(run, trusted)
 
 
 def _done(run: RunDirectory, recorded: dict[str, Any], summary: dict[str, Any]) -> str:
@@ -207,7 +213,8 @@ class ContinuedRun:
         usable_files.refuse_unwritable_checkpoints(self.run)
 
     def prepare(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values: ranks make what they need."""
+        """Restore what ranks read beside the configuration, if it is away; return the values."""
+        hydra_job.restore_hydra(self.run)
         return values
 
     def freeze(self, values: dict[str, Any]) -> None:

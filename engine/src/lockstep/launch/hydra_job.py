@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import shutil
 from collections.abc import Sequence
@@ -10,16 +11,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
+import yaml
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from lockstep.damaged_files import readable
 from lockstep.errors import UserError
 from lockstep.launch.placement import Placement
-from lockstep.run.directory import OUTPUT_DIR, RunDirectory
+from lockstep.run import trust
+from lockstep.run.directory import OUTPUT_DIR, RunDirectory, flat
 from lockstep.whole_files import replace_text
+
+logger = logging.getLogger(__name__)
 
 # Later versions warn about the name of 1.3.
 if hydra.__version__.startswith("1.3."):
@@ -60,21 +67,91 @@ def choices() -> dict[str, str]:
 def hydras_files() -> set[str]:
     """Return the names that Hydra gives to what it writes where a job runs."""
     job = HydraConfig.get()
-    logging: Any = OmegaConf.to_container(job.job_logging, resolve=True) or {}
-    handlers = (logging.get("handlers") or {}).values()
+    logged: Any = OmegaConf.to_container(job.job_logging, resolve=True) or {}
+    handlers = (logged.get("handlers") or {}).values()
     logs = {Path(handler["filename"]).name for handler in handlers if "filename" in handler}
     return {*logs, HYDRA_FILE.parts[0], *filter(None, [job.output_subdir])}
 
 
 def keep_hydra(run: RunDirectory, values: dict[str, Any]) -> dict[str, Any]:
-    """Keep Hydra's own configuration for the ranks, if Hydra hasn't; return `values`."""
+    """Keep Hydra's own configuration for the ranks of a new run; return `values`.
+
+    What is there already may be of a start that was killed, or of somebody else.
+    """
     file = run.path / HYDRA_FILE
-    if not file.exists():
-        text = OmegaConf.to_yaml(OmegaConf.create({"hydra": HydraConfig.get()}))
-        with run.writing(UserError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, text)
+    text = OmegaConf.to_yaml(OmegaConf.create({"hydra": HydraConfig.get()}))
+    with run.writing(UserError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, text)
+    trust.permit_settings(_logging_settings(HydraConfig.instance().cfg), (), True, "", "")
     return values
+
+
+def restore_hydra(run: RunDirectory) -> None:
+    """Keep Hydra's own configuration for the ranks of a run that continues, as it began.
+
+    If a copy of the run lacks the file, or it is damaged, this command's takes its place.
+    """
+    if (run.path / HYDRA_FILE).exists():
+        try:
+            recorded(run, {})
+        except UserError as fault:
+            logger.warning("%s; this command's takes its place", fault)
+        else:
+            return
+    keep_hydra(run, {})
+
+
+def recorded(run: RunDirectory, values: dict[str, Any]) -> DictConfig:
+    """Return the configuration of a run's ranks with Hydra's own, as a job of Hydra has it.
+
+    Args:
+        run: has Hydra's file.
+        values: the other settings, to which Hydra's own may refer.
+
+    Raises:
+        UserError: the file is unreadable or damaged.
+    """
+    file = run.path / HYDRA_FILE
+    node = OmegaConf.structured(HydraConf)
+    OmegaConf.set_struct(node, False)
+    config = OmegaConf.create({"hydra": node})
+    with readable(file):
+        content = file.read_bytes()
+    try:
+        kept: Any = OmegaConf.create(content.decode())
+        config.merge_with({"hydra": kept["hydra"]})
+    except (yaml.YAMLError, OmegaConfBaseException, LookupError, TypeError, ValueError):
+        raise UserError(f"{file} is damaged") from None
+    config.merge_with(values)
+    return config
+
+
+def permit_logging(run: RunDirectory, trusted: bool) -> None:
+    """Raise a `UserError` if a run's logging is someone else's: it can write any file.
+
+    Args:
+        run: it continues.
+        trusted: whether the user says that its author is trusted.
+    """
+    try:
+        config = recorded(run, run.values())
+    except UserError:  # it will be replaced
+        return
+    settings = _logging_settings(config)
+    known = _logging_settings(HydraConfig.instance().cfg)
+    file = f"run_dir={run.path}: its {HYDRA_FILE}"
+    trust.permit_settings(settings, known, trusted, file, "trust_run_dir=true")
+
+
+def _logging_settings(config: Any) -> list[str]:
+    """Return the settings of a job's logging, except those that can't run any code."""
+    logged: Any = OmegaConf.to_container(config.hydra.job_logging, resolve=False) or {}
+    return [
+        f"hydra.job_logging.{name}={value}"
+        for name, value in flat(logged)
+        if name not in ("version", "disable_existing_loggers") and value is not None
+    ]
 
 
 def remove_traces(run: RunDirectory) -> None:

@@ -102,6 +102,11 @@ def explain_missed_rendezvous(launch: Launch, cause: str, is_lost: bool) -> str:
     """
     settings = launch.settings
     assert settings.rdzv_endpoint is not None
+    if "EADDRINUSE" in cause:  # on machine 0, which serves the meeting
+        return (
+            f"another program listens at {settings.rdzv_endpoint}; end it, or give all machines a "
+            "free port in launch.rdzv_endpoint"
+        )
     if is_lost:
         place = settings.rdzv_endpoint
         fault = f"machine 0, where all machines meet, has ended or can't be reached at {place}"

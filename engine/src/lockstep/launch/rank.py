@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, setup_globals
 from hydra.errors import InstantiationException
@@ -15,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import stop_signals
 from lockstep.errors import UserError
 from lockstep.exits import Exit, after_signal
-from lockstep.launch.hydra_job import HYDRA_FILE
+from lockstep.launch import hydra_job
 from lockstep.ranks.ranks import LONGEST_WAIT, Ranks, lost_peers
 from lockstep.run import last_line
 from lockstep.run.directory import RunDirectory
@@ -145,11 +144,7 @@ def _strategy_of(values: dict[str, Any]) -> dict[str, Any]:
 def _restore_hydra(directory: RunDirectory, ranks: Ranks) -> None:
     """Restore what Hydra's own `main` sets up: its configuration, and a job's logging."""
     setup_globals()
-    node = OmegaConf.structured(HydraConf)
-    OmegaConf.set_struct(node, False)
-    config = OmegaConf.create({"hydra": node})
-    config.merge_with(OmegaConf.load(directory.path / HYDRA_FILE))
-    config.merge_with(directory.values())  # to which Hydra's own settings may refer
+    config = hydra_job.recorded(directory, directory.values())
     config.hydra.runtime.output_dir = str(directory.path.absolute())
     HydraConfig.instance().set_config(config)
     if ranks.rank == 0:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 from typing import Any
 
 from lockstep import stop_signals
@@ -24,6 +25,7 @@ KEEP_MEMORY = {
 }
 # For CUDA: segments grow, so blocks of other sizes, as in a validation, don't fragment memory.
 GROWING_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+AGENT_SECONDS = 120.0  # that the agent has after a stop signal, besides the ranks' grace
 OLD_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"  # still read, if the new name is not set
 
 
@@ -44,8 +46,18 @@ def supervise(run: RunDirectory, function: str, node_rank: int = 0) -> int:
             stop_signals.say(stop_signals.AT_ONCE)
         agent.send_signal(signal.SIGKILL)
 
-    received.pass_on(agent.send_signal, stop_at_once)
+    # The kernel then kills the ranks, too.
+    limit = Launch.of(run.resolved()).settings.grace_seconds + AGENT_SECONDS
+    killer = threading.Timer(limit, agent.kill)
+    killer.daemon = True
+
+    def send(signum: signal.Signals) -> None:
+        agent.send_signal(signum)
+        killer.start()
+
+    received.pass_on(send, stop_at_once)
     ending = Ending(agent.wait())
+    killer.cancel()
     received.finish()
     summary_is_old = run.read_summary() == summary_before
     is_unfinished = ending.code == Exit.DONE and node_rank == 0 and summary_is_old

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.checkpoints.reading import checkpoints_in
-from lockstep.damaged_files import readable, refuse_misplaced
+from lockstep.damaged_files import is_special, readable, refuse_misplaced
 from lockstep.errors import UserError
+from lockstep.launch.hydra_job import HYDRA_FILE
 from lockstep.memory.ending import state_left
 from lockstep.run.directory import RunDirectory
 
@@ -18,6 +19,11 @@ def refuse_unusable(run: RunDirectory) -> None:
     for path in (run.metrics, run.overrides, run.log, run.summary, run.failed):
         if path.is_dir():
             raise UserError(f"{path} is a folder; move it away")
+        if is_special(path):
+            raise UserError(f"{path} is not a file; move it away")
+    hydra_folder = run.path / HYDRA_FILE.parent
+    if hydra_folder.exists() and not hydra_folder.is_dir():
+        raise UserError(f"{hydra_folder} is not a folder; move it away")
     for path in filter(Path.exists, (run.metrics, run.overrides)):
         with readable(path):
             path.open("rb").close()

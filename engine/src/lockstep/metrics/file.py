@@ -70,12 +70,12 @@ class MetricsFile(StepRows, Logger):
         assert step is not None, "every row belongs to a step"
         texts = {name: " ".join(str(value).split("\n")) for name, value in metrics.items()}
         row = {STEP: str(step), **texts}
-        if self.last.get(STEP) == row[STEP]:
-            row = {**self.last, **row}
-        else:
-            self._end = self.path.stat().st_size
-        self.last = row
         with RunDirectory(self.path.parent).writing():
+            if self.last.get(STEP) == row[STEP]:
+                row = {**self.last, **row}
+            else:
+                self._end = self.path.stat().st_size
+            self.last = row
             new_columns = [name for name in row if name not in self.columns]
             if new_columns:
                 self.columns += new_columns

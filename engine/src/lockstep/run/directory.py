@@ -218,7 +218,10 @@ class RunDirectory:
                 remedy = f"fix that, then {self.resume_hint()}"
             else:
                 remedy = "set another run_dir, or fix that"
-            raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
+            path: Any = self.path
+            if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+                path = error.filename2 or error.filename or path  # what is in the place of another
+            raise kind(f"{error.strerror}: {path} cannot be written; {remedy}") from error
 
     def record_failure(self, failure: dict[str, Any]) -> bool:
         """Write `failed.json` if this failure is the run's first; return whether it was.

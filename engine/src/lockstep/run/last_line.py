@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from lockstep.checkpoints.reading import checkpoints_in, newest_valid, step_of
 from lockstep.checkpoints.sums import files_of
+from lockstep.damaged_files import absence_of
 from lockstep.errors import ReportedError, RunError, UserError, describe_error
 from lockstep.exits import Exit
 from lockstep.memory.ending import state_left
@@ -63,6 +64,9 @@ def way_on(run: RunDirectory, node_rank: int = 0) -> str:
         if newest is not None:
             return f"step {step_of(newest)} is saved; to continue{command}"
         if not checkpoints_in(run.checkpoints):
+            if run.has_saved():  # a resume refuses to start over
+                folder = run.checkpoints
+                return f"{folder} {absence_of(folder)}; restore it, then continue{command}"
             return f"nothing is saved; to start over{command}"
         return f"no checkpoint in {run.checkpoints} is intact; restore one, then continue{command}"
     except UserError as fault:

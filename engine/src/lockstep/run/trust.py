@@ -85,14 +85,28 @@ def permit_values(
         composed: another one, of the user's own command, which needs no permission.
         folders: of YAML files whose targets need none either; None: those of this command.
     """
-    known = own_folders() if folders is None else [*folders]
-    settings = foreign_settings(values, known)
+    configs = own_folders() if folders is None else [*folders]
+    known = foreign_settings(composed or {}, configs)
+    permit_settings(foreign_settings(values, configs), known, trusted, file, remedy)
+
+
+def permit_settings(
+    settings: list[str], known: Collection[str], trusted: bool, file: str, remedy: str
+) -> None:
+    """Record for this user that `settings` may be used; if not, raise a `UserError`.
+
+    Args:
+        settings: those that could run code, each as typed.
+        known: those that need no permission.
+        trusted: whether the user says that their author is trusted.
+        file: where they are, for the error.
+        remedy: how the user says so.
+    """
     # `Path.expanduser` would raise if there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     record = Path("/", state, "lockstep", "built", digest)
-    is_composed_here = set(settings) <= set(foreign_settings(composed or {}, known))
-    if not (trusted or is_composed_here or os.access(record, os.F_OK)):
+    if not (trusted or set(settings) <= {*known} or os.access(record, os.F_OK)):
         raise UserError(
             f"{file} has {some_of(settings)}, which no run that you started here has used; if you "
             f"trust its author, set {remedy}"

@@ -100,7 +100,7 @@ def _kept(source: Source, run: Run) -> str | None:
     Raises:
         UserError: changed settings give other tokens than those that the run has.
     """
-    decided = run.recall(DECIDED)
+    decided = refuse_damaged(run.recall(DECIDED))
     if decided is None:
         return None
     fingerprint = str(decided["fingerprint"])
@@ -113,6 +113,19 @@ def _kept(source: Source, run: Run) -> str | None:
         f"{_change(decided['marks'], source.marks())} gives other tokens than {folder}, on which "
         "the run trains; leave it out, or set resume_force=true"
     )
+
+
+def refuse_damaged(decided: Any) -> dict[str, Any] | None:
+    """Return what a run has decided about its tokens, or raise a `UserError` if it is damaged."""
+    if decided is None:
+        return None
+    try:
+        has_all = "kind" in decided["marks"] and isinstance(decided["fingerprint"], str)
+    except (LookupError, TypeError):
+        has_all = False
+    if not has_all:
+        raise UserError(f"{DECIDED} in the run's decided.json is damaged; restore the original")
+    return dict(decided)
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -135,10 +148,10 @@ def _first_change(place: str, before: Mapping[str, Any], after: Mapping[str, Any
 
 def _awaited(source: Source, run: Run) -> str:
     """Return the fingerprint that rank 0 decides for these settings."""
-    decided = run.recall(DECIDED)
+    decided = refuse_damaged(run.recall(DECIDED))
     while decided is None or decided["marks"] != source.marks():
         _wait(run)
-        decided = run.recall(DECIDED)
+        decided = refuse_damaged(run.recall(DECIDED))
     return str(decided["fingerprint"])
 
 
