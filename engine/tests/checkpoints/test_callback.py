@@ -60,10 +60,9 @@ def test_the_last_step_is_always_validated_and_saved(new_run, tmp_path):
     assert checkpoints.in_summary(0)["last_checkpoint"] == str(tmp_path / "step=000005.ckpt")
 
 
-@pytest.mark.parametrize("least", [{"min_steps": 9}, {"min_epochs": 9}])
-def test_the_last_step_is_validated_below_the_trainer_s_least(new_run, tmp_path, least):
+def test_the_last_step_is_validated_below_the_trainer_s_least(new_run, tmp_path):
     run, validation = new_run(max_steps=5, val_every=3), Losses(tmp_path, ())
-    run.fit(validation, run.checkpoints(tmp_path), **least)
+    run.fit(validation, run.checkpoints(tmp_path), min_steps=9)
     assert list(validation.seen) == [3, 5]
 
 

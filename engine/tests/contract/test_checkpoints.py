@@ -147,3 +147,20 @@ def test_weights_that_are_not_finite_are_never_saved(foreign, on_each, tmp_path,
     assert steps_in(tmp_path) == [6]
     saved = torch.load(good, weights_only=True)["state_dict"]
     assert all(weight.isfinite().all() for weight in saved.values())
+
+
+class Validated(lightning.Callback):
+    """Notes the steps after which a validation has ended."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+
+
+def test_the_last_step_is_validated_below_the_trainer_s_least_epochs(foreign, tmp_path):
+    validated = Validated()
+    saving = Checkpoints(tmp_path, keep_best=0)
+    foreign.train(foreign.module(), validated, saving, validate_every=3, steps=5, min_epochs=9)
+    assert validated.steps[-1] == 5
