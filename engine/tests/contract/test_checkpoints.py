@@ -13,6 +13,7 @@ from lockstep.checkpoints.reading import (
     newest_valid,
     step_of,
 )
+from lockstep.checkpoints.weights import load_weights
 from lockstep.errors import RunError, UserError
 
 slow = pytest.mark.slow
@@ -144,3 +145,20 @@ def test_weights_that_are_not_finite_are_never_saved(foreign, on_each, tmp_path,
     assert steps_in(tmp_path) == [6]
     saved = torch.load(good, weights_only=True)["state_dict"]
     assert all(weight.isfinite().all() for weight in saved.values())
+
+
+def test_a_file_of_a_plain_trainer_gives_its_weights_and_is_replaced_not_damaged(foreign, tmp_path):
+    """It has no configuration of a run, which neither needs."""
+
+    def fit(steps):
+        module = foreign.module()
+        foreign.train(module, Checkpoints(tmp_path, every=2, keep_best=0), steps=steps)
+        return module
+
+    trained = fit(steps=4)
+    loaded = foreign.module()
+    load_weights(checkpoint_path(tmp_path, 4), loaded)
+    assert foreign.digest(loaded) == foreign.digest(trained)
+    fit(steps=4)  # from the beginning, as a script does that is started again
+    assert steps_in(tmp_path) == [4]
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"replaced"}
