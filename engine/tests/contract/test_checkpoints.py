@@ -3,18 +3,17 @@
 import lightning
 import pytest
 import torch
-from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lockstep.callbacks.seeds import MicroBatchSeeds
 from lockstep.checkpoints.callback import Checkpoints
 from lockstep.checkpoints.content import WEIGHTS
-from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.checkpoints.reading import (
     checkpoint_path,
     checkpoints_in,
     newest_valid,
     step_of,
 )
+from lockstep.checkpoints.weights import load_weights
 from lockstep.errors import RunError, UserError
 
 slow = pytest.mark.slow
@@ -59,12 +58,11 @@ def test_a_metric_that_nobody_logs_is_refused_in_one_line(foreign, tmp_path):
         foreign.train(foreign.module(), checkpoints, validate_every=2)
 
 
-@pytest.mark.parametrize("files", [TorchCheckpointIO, AtomicCheckpointIO])
 @pytest.mark.parametrize(
     ("spread", "kind"),
     [((1, 1), "dict"), ((2, 2), "tuple"), pytest.param((3, 2), "tensor", marks=slow)],
 )
-def test_a_resumed_run_ends_with_equal_bits(foreign, on_each, tmp_path, spread, kind, files):
+def test_a_resumed_run_ends_with_equal_bits(foreign, on_each, tmp_path, spread, kind):
     """Weights of a run that is continued are those of one that was never stopped."""
     world_size, accumulation = spread
 
@@ -73,7 +71,7 @@ def test_a_resumed_run_ends_with_equal_bits(foreign, on_each, tmp_path, spread, 
             module = foreign.module(kind, dropout=0)
             checkpoints = Checkpoints(tmp_path / folder, every=3, keep_last=9, keep_best=0)
             spread = {"world_size": world_size, "accumulation": accumulation}
-            foreign.train(module, checkpoints, plugins=[files()], **spread, **settings)
+            foreign.train(module, checkpoints, **spread, **settings)
             return foreign.digest(module)
 
         return on_each(world_size, on_rank)
@@ -111,7 +109,7 @@ def test_a_run_continues_on_other_ranks_with_equal_bits(foreign, on_each, tmp_pa
 def test_the_newest_whole_file_of_any_project_is_found(foreign, tmp_path):
     """A damaged checkpoint is left out, and one that is read is verified."""
     checkpoints = Checkpoints(tmp_path, every=2, keep_last=9, keep_best=0)
-    foreign.train(foreign.module(), checkpoints, plugins=[AtomicCheckpointIO()], steps=4)
+    foreign.train(foreign.module(), checkpoints, steps=4)
     path = checkpoint_path(tmp_path, 4)
     assert newest_valid(tmp_path, WEIGHTS) == path
     content = bytearray(path.read_bytes())
@@ -119,7 +117,7 @@ def test_the_newest_whole_file_of_any_project_is_found(foreign, tmp_path):
     path.write_bytes(content)
     assert newest_valid(tmp_path, WEIGHTS) == checkpoint_path(tmp_path, 2)
     with pytest.raises(UserError, match="does not match its SHA-256"):
-        foreign.train(foreign.module(), plugins=[AtomicCheckpointIO()], ckpt_path=path)
+        foreign.train(foreign.module(), Checkpoints(tmp_path), ckpt_path=path)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -164,3 +162,20 @@ def test_the_last_step_is_validated_below_the_trainer_s_least_epochs(foreign, tm
     saving = Checkpoints(tmp_path, keep_best=0)
     foreign.train(foreign.module(), validated, saving, validate_every=3, steps=5, min_epochs=9)
     assert validated.steps[-1] == 5
+
+
+def test_a_file_of_a_plain_trainer_gives_its_weights_and_is_replaced_not_damaged(foreign, tmp_path):
+    """It has no configuration of a run, which neither needs."""
+
+    def fit(steps):
+        module = foreign.module()
+        foreign.train(module, Checkpoints(tmp_path, every=2, keep_best=0), steps=steps)
+        return module
+
+    trained = fit(steps=4)
+    loaded = foreign.module()
+    load_weights(checkpoint_path(tmp_path, 4), loaded)
+    assert foreign.digest(loaded) == foreign.digest(trained)
+    fit(steps=4)  # from the beginning, as a script does that is started again
+    assert steps_in(tmp_path) == [4]
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"replaced"}

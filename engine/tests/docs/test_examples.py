@@ -63,8 +63,7 @@ def test_the_engine_s_pages_do_not_name_the_project():
 
 @pytest.mark.slow
 def test_the_readme_s_example_prints_the_same_digits_on_any_number_of_ranks(tmp_path, run):
-    (code,) = PYTHON.findall(README)
-    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "train.py").write_text(PYTHON.findall(README)[0])
     told = []
     for ranks in (1, 4):
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
@@ -73,6 +72,14 @@ def test_the_readme_s_example_prints_the_same_digits_on_any_number_of_ranks(tmp_
     assert told[0] == told[1]
     assert len(told[0]) == 2
     assert float(told[0][0]) < 1  # of 8
+
+
+@pytest.mark.slow
+def test_the_other_blocks_of_the_readme_go_on_with_its_example(tmp_path, run):
+    blocks = PYTHON.findall(README)
+    assert len(blocks) >= 5
+    (tmp_path / "train.py").write_text("\n".join(blocks))
+    run(tmp_path, "train.py")
 
 
 @pytest.mark.slow

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import CombinedLoader
 
 from lockstep.callbacks.step import StepCallback, ends_epoch
 from lockstep.checkpoints import reading as files
 from lockstep.checkpoints.finite_states import refuse_broken_state
+from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import UserError
 from lockstep.patches.lightning import count_logged_steps, validation_follows
 from lockstep.ranks.ranks import from_rank_zero
@@ -48,6 +50,12 @@ def _tell_repeated_samples(trainer: Trainer) -> None:
         )
 
 
+def _write_whole_files(trainer: Trainer) -> None:
+    """Let a Trainer write whole files with a SHA-256 where Lightning's usual way may be cut off."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+
 @not_a_config
 @dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
@@ -55,7 +63,8 @@ class Checkpoints(StepCallback, Checkpoint):
 
     It saves after the last step, and after the validation of the steps that have one; after the
     last step of an epoch, when the next one begins. It needs no
-    other part: any module with any optimizer is saved as it is, once all its numbers are finite.
+    other part: any module with any optimizer is saved as it is, once all its numbers are finite. A
+    file appears whole, with a SHA-256 that `Trainer.fit(ckpt_path=...)` verifies.
 
         >>> run = lockstep.Run.alone()
         >>> trainer = Trainer(callbacks=[lockstep.Checkpoints(run, every=100)], plugins=run.plugins)
@@ -116,7 +125,9 @@ class Checkpoints(StepCallback, Checkpoint):
             raise UserError(
                 "strategy.save_parts=true and checkpoint.background=true conflict; set one to false"
             )
-        if stage == "fit" and self._run is not None:
+        if self._run is None:
+            _write_whole_files(trainer)
+        elif stage == "fit":
             self._run.expect(trainer, pl_module)
 
     @property

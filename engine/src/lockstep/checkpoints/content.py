@@ -17,8 +17,9 @@ from lockstep.errors import UserError
 UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error)
 # The key that any Trainer needs, those of every reader of ours, and those that a run resumes from.
 WEIGHTS = ("state_dict",)
-NEEDED = ("config", "state_dict")
-NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "global_step")
+NEEDED = ("config", "state_dict")  # of a run
+TO_CONTINUE = (*WEIGHTS, "optimizer_states", "lr_schedulers", "loops", "global_step")
+NEEDED_TO_RESUME = ("config", *TO_CONTINUE)
 # What a module and its data were built with: Lightning adds that for `load_from_checkpoint`.
 ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters")
 ARGUMENT_TYPES = ("hparams_type", "datamodule_hparams_type")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from lockstep.checkpoints.content import (
     NEEDED,
-    NEEDED_TO_RESUME,
+    TO_CONTINUE,
     CheckpointError,
     add_parts,
     joined,
@@ -124,7 +124,7 @@ def remove_checkpoint(path: Path) -> None:
 def set_aside(path: Path) -> None:
     """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it is intact."""
     try:
-        verify_content(path, NEEDED_TO_RESUME)
+        verify_content(path, TO_CONTINUE)
         folder = path.with_name("replaced")
     except CheckpointError:
         folder = path.with_name("damaged")
@@ -182,13 +182,20 @@ def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
     return newest.path if newest else None
 
 
-def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(
+    path: Path, map_location: Any = "cpu", needed: Collection[str] = NEEDED
+) -> dict[str, Any]:
     """Load plain containers and tensors, never code, or raise a `UserError`.
 
     Tensors are views of the file in memory, whose pages all processes of a machine share: copy
     those that you keep.
+
+    Args:
+        path: of the checkpoint.
+        map_location: where its tensors go.
+        needed: the keys that it must have.
     """
-    return read_verified(verify_named(path), map_location)
+    return read_verified(verify_named(path), map_location, needed=needed)
 
 
 def verify_named(path: Path) -> VerifiedCheckpoint:

@@ -6,12 +6,13 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import refuse_broken_weights
+from lockstep.checkpoints.content import WEIGHTS, refuse_broken_weights
 from lockstep.checkpoints.reading import read_checkpoint, with_newest
 from lockstep.errors import UserError
 from lockstep.ranks.ranks import ranks_unlike_rank_zero
@@ -44,7 +45,7 @@ def load_weights(path: str | Path, model: nn.Module, strict: bool = True) -> Non
         UserError: there is no such run, its weights don't fit, or ranks have read different ones.
     """
     path = Path(path).expanduser()
-    content = with_newest(path, read_checkpoint)
+    content = with_newest(path, partial(read_checkpoint, needed=WEIGHTS))
     weights = weights_for(model, content["state_dict"], str(path), strict)
     set_weights(model, weights, str(path))
     logger.info("weights of %s: %d of %d", path, len(weights), len(model.state_dict()))
