@@ -133,10 +133,10 @@ def test_a_failure_is_recorded_once_without_links(command, train):
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ["ENOLCK", "ENOSYS"])
 def test_memory_without_locks_is_off_and_leaves_nothing_behind(command, train, answer):
-    before = {*Path("/dev/shm").glob("lockstep*")}
     done = train("lockf", "/dev/shm/lockstep", f"run_dir={command.folder}/run", answer=answer)
     assert "has no locks, which tell who writes there" in done.stdout
-    assert {*Path("/dev/shm").glob("lockstep*")} <= before
+    token = (command.folder / "run/.token").read_text().strip()
+    assert not [*Path("/dev/shm").glob(f"lockstep-*-{token}*")]
 
 
 @pytest.mark.slow
