@@ -100,7 +100,7 @@ def _kept(source: Source, run: Run) -> str | None:
     Raises:
         UserError: changed settings give other tokens than those that the run has.
     """
-    decided = refuse_damaged(run.recall(DECIDED))
+    decided = decided_of(run)
     if decided is None:
         return None
     fingerprint = str(decided["fingerprint"])
@@ -115,8 +115,9 @@ def _kept(source: Source, run: Run) -> str | None:
     )
 
 
-def refuse_damaged(decided: Any) -> dict[str, Any] | None:
+def decided_of(run: Run) -> dict[str, Any] | None:
     """Return what a run has decided about its tokens, or raise a `UserError` if it is damaged."""
+    decided = run.recall(DECIDED)
     if decided is None:
         return None
     try:
@@ -148,10 +149,10 @@ def _first_change(place: str, before: Mapping[str, Any], after: Mapping[str, Any
 
 def _awaited(source: Source, run: Run) -> str:
     """Return the fingerprint that rank 0 decides for these settings."""
-    decided = refuse_damaged(run.recall(DECIDED))
+    decided = decided_of(run)
     while decided is None or decided["marks"] != source.marks():
         _wait(run)
-        decided = refuse_damaged(run.recall(DECIDED))
+        decided = decided_of(run)
     return str(decided["fingerprint"])
 
 
