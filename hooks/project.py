@@ -29,7 +29,6 @@ TEMPLATE_ONLY = (
     "SECURITY.md",
     "cookiecutter.json",
     "docs/coming_from.md",
-    "docs/first_run.png",
     "docs/from_0_2.md",
     "docs/lockstep.png",
     "engine/tests/",
@@ -40,11 +39,9 @@ TEMPLATE_ONLY = (
 # What is at the root of this repository; without git, nothing else there is copied.
 OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     ".devcontainer",
-    ".editorconfig",
     ".gitattributes",
     ".gitignore",
     ".pre-commit-config.yaml",
-    ".python-version",
     "AGENTS.md",
     "Dockerfile",
     "configs",

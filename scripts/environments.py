@@ -328,7 +328,8 @@ class Environment:
             named = {UV_NAMES[name]: variables[name] for name in UV_NAMES if variables.get(name)}
             yield words, {**named, **variables}
         self._refuse_settings()
-        yield [self.python, "-m", "pip", "install", "-q"], variables
+        # Compiling all of torch takes longer than what imports need, which they compile themselves.
+        yield [self.python, "-m", "pip", "install", "-q", "--no-compile"], variables
 
 
 def own_variables() -> "dict[str, str]":

@@ -18,13 +18,11 @@ from markdown_it import MarkdownIt
 MOST = 80  # files of a project's own
 AT_THE_ROOT = {
     ".devcontainer/devcontainer.json",
-    ".editorconfig",
     ".gitattributes",
     ".github/dependabot.yml",
     ".github/workflows/ci.yml",
     ".gitignore",
     ".pre-commit-config.yaml",
-    ".python-version",
     ".template.json",
     "AGENTS.md",
     "Dockerfile",

@@ -301,7 +301,7 @@ def hostile(generate, git, tmp_path):
     hooks = {"hooks/pre-commit": b"#!/bin/sh\nexit 1\n", "info/exclude": b"*.toml\n"}
     for name, content in hooks.items():
         write(tmp_path, f"of_git/{name}", content).chmod(0o755)
-    write(tmp_path, "ignore", b"data/\n*.json\n.python-version\n")
+    write(tmp_path, "ignore", b"data/\n*.json\n.gitattributes\n")
     settings = {
         "core.autocrlf": "true",
         "core.excludesFile": tmp_path / "ignore",

@@ -275,7 +275,7 @@ OWN_LINES = {
     "README.md": ("# My GPT\n", "# Our GPT, trained on our texts\n"),
     "configs/model/nano.yaml": ("n_layer: ", "# ours\nn_layer: "),
     "configs/train.yaml": ("defaults:\n", "# ours\ndefaults:\n"),
-    "docs/README.md": ("# Documentation\n", "# Our documentation\n"),
+    "docs/tutorial.md": ("# From your own", "# From our own"),
     "pyproject.toml": ("\ndependencies = [\n", '\ndependencies = [\n    "einops>=0.8",\n'),
     "src/my_gpt/optim.py": ("def adamw(", "# ours\ndef adamw("),
 }

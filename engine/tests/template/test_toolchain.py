@@ -3,7 +3,6 @@
 A project's owner may use other tools, so projects don't have these tests.
 """
 
-import configparser
 import re
 import tomllib
 
@@ -34,16 +33,8 @@ def test_git_s_hooks_have_the_ruff_of_the_pins_and_the_mypy_of_the_environment(r
     assert (mypy["entry"], mypy["pass_filenames"]) == (".venv/bin/python -m mypy", False)
 
 
-def test_editors_break_lines_where_ruff_does(repository, about):
-    parser = configparser.ConfigParser()
-    parser.read_string("[top]\n" + (repository / ".editorconfig").read_text("utf-8"))
-    longest = about["tool"]["ruff"]["line-length"]
-    assert parser.getint("*.py", "max_line_length") == longest
-
-
-def test_the_python_of_tools_is_the_oldest_that_is_supported(repository, about):
+def test_the_python_of_tools_is_the_oldest_that_is_supported(about):
     oldest = re.match(r">=([\d.]+)", about["project"]["requires-python"])[1]
-    assert (repository / ".python-version").read_text().strip() == oldest
     assert about["tool"]["mypy"]["python_version"] == oldest
 
 
