@@ -166,6 +166,14 @@ def test_the_command_line_alone_can_describe_a_run():
     assert (config.max_steps, config.batch.global_size) == (3, 2)
 
 
+def test_a_hydra_that_warns_of_version_base_gets_it_only_if_it_means_something(monkeypatch):
+    monkeypatch.setattr("hydra.__version__", "1.3.7")
+    assert composed.as_argument("1.3") == {"version_base": "1.3"}
+    monkeypatch.setattr("hydra.__version__", "1.4.0")
+    assert composed.as_argument("1.3") == composed.as_argument(None) == {}
+    assert composed.as_argument("1.1") == {"version_base": "1.1"}  # Hydra says that it is gone
+
+
 def test_each_job_of_a_sweep_is_composed_by_itself(tmp_path):
     made = jobs("--multirun", f"run_dir={tmp_path}", "max_steps=5,7", "seed=1")
     assert [values["max_steps"] for values in made] == [5, 7]
