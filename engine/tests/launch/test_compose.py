@@ -6,12 +6,12 @@ import math
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_gpt import CONFIGS
 from omegaconf import OmegaConf
 
+from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import composed, hydra_job, targets
 from lockstep.launch.main import training
@@ -96,7 +96,7 @@ def test_every_experiment_composes_to_the_settings_in_its_file(name):
 
 def test_the_classic_recipe_is_nanogpts_step_for_step():
     _, config = values_of("experiment=gpt2_classic")
-    schedule = instantiate(config.schedule, steps=config.max_steps, peak=config.optim.lr)
+    schedule = build(config.schedule, steps=config.max_steps, peak=config.optim.lr)
 
     def rate(step):  # of train.py there: 100 steps of warmup, then a cosine from 1e-3 to 1e-4
         if step < 100:

@@ -409,6 +409,7 @@ def one_line(source: Source, error: Exception, words: list[str]) -> str:
     """Return what is wrong with a command line or a YAML file, in one line."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     if isinstance(error, OverrideParseException):
+        text = re.sub(r"^Error when parsing index: \d+, string: .*?\]\. ", "", text)  # Hydra 1.4
         quotes = """to set a text, quote it for Hydra and for the shell: 'NAME="TEXT"'"""
         return f"{error.override}: {text}; {quotes}"
     if isinstance(error, MissingConfigException):
