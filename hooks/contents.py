@@ -15,7 +15,7 @@ PACKAGE = "lockstep_gpt"
 SLUG = "lockstep-gpt"
 ENGINE = "engine/"  # the same in every project
 # Files with lines for the template alone.
-MARKED = ("README.md", "pyproject.toml")
+MARKED = (".github/dependabot.yml", "README.md", "pyproject.toml")
 MARKER = re.compile(r"template-only: (begin|end)\b")
 ROW_MARKER = " <!-- template-only -->"  # a line of it would end a table
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")

@@ -1,5 +1,7 @@
 """What is in a wheel and in a source distribution of the project, and in those of its engine."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -98,6 +100,7 @@ def test_an_sdist_gives_the_same_wheel(wheel, sdist, tmp_path):
 def test_an_sdist_of_the_project_contains_all_files_for_setup_and_tests(package, sdist):
     if package != "lockstep_gpt":
         assert (sdist / "CHANGELOG.md").is_file()
+        assert (sdist / "examples/images/train.py").is_file()  # the release trains it
         return
     needed = {"README.md", "pyproject.toml", "constraints.txt", "scripts/dev.py", "LICENSE"}
     assert all((sdist / name).is_file() for name in needed)
@@ -108,7 +111,24 @@ def test_an_sdist_contains_no_junk(package, sdist):
     folders = {path.name for path in sdist.iterdir() if path.is_dir()}
     wanted = {
         "lockstep_gpt": {"src", "configs", "docs", "tests", "scripts"},
-        "lockstep": {"src", "docs"},
+        "lockstep": {"src", "docs", "examples"},
     }
     assert folders == {name for name in wanted[package] if (FOLDERS[package] / name).is_dir()}
     assert not list(sdist.rglob("__pycache__"))
+
+
+@pytest.mark.slow
+def test_the_engine_s_wheel_trains_with_equal_bits_outside_of_the_repository(tmp_path):
+    with zipfile.ZipFile(build(FOLDERS["lockstep"], "wheel", tmp_path / "wheel")) as archive:
+        archive.extractall(tmp_path / "installed")  # as pip does, without dependencies
+    script = shutil.copy(ROOT / "engine/examples/images/train.py", tmp_path)
+
+    def python(*words):
+        variables = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+        command = [sys.executable, *words]
+        return subprocess.check_output(command, cwd=tmp_path, env=variables, encoding="utf-8")
+
+    place = python("-c", "import lockstep; print(lockstep.__file__)").strip()
+    assert Path(place) == tmp_path / "installed/lockstep/__init__.py"
+    words = ["--devices={ranks}", "--steps", "2", "--ranks", "1,2"]
+    assert "equal bit for bit" in python("-m", "lockstep", "check", script, *words)

@@ -16,9 +16,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.optional import import_optional
 from lockstep.settings import check, check_choice
@@ -123,7 +123,7 @@ class OptunaSweeper(Sweeper):
 
     def _study(self, optuna: Any) -> Any:
         """Return the study that `storage` has under this name, or a new one."""
-        sampler = instantiate(self.sampler)
+        sampler = build(self.sampler)
         try:
             study = optuna.create_study(
                 storage=self.storage,

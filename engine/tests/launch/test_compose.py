@@ -6,12 +6,12 @@ import math
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_gpt import CONFIGS
 from omegaconf import OmegaConf
 
+from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.launch import composed, hydra_job, targets
 from lockstep.launch.main import training
@@ -96,7 +96,7 @@ def test_every_experiment_composes_to_the_settings_in_its_file(name):
 
 def test_the_classic_recipe_is_nanogpts_step_for_step():
     _, config = values_of("experiment=gpt2_classic")
-    schedule = instantiate(config.schedule, steps=config.max_steps, peak=config.optim.lr)
+    schedule = build(config.schedule, steps=config.max_steps, peak=config.optim.lr)
 
     def rate(step):  # of train.py there: 100 steps of warmup, then a cosine from 1e-3 to 1e-4
         if step < 100:
@@ -164,6 +164,14 @@ def test_what_depends_on_the_time_is_decided_once():
 def test_the_command_line_alone_can_describe_a_run():
     _, config = values_of("~experiment", "max_steps=3", "batch.global_size=2")
     assert (config.max_steps, config.batch.global_size) == (3, 2)
+
+
+def test_a_hydra_that_warns_of_version_base_gets_it_only_if_it_means_something(monkeypatch):
+    monkeypatch.setattr("hydra.__version__", "1.3.7")
+    assert composed.as_argument("1.3") == {"version_base": "1.3"}
+    monkeypatch.setattr("hydra.__version__", "1.4.0")
+    assert composed.as_argument("1.3") == composed.as_argument(None) == {}
+    assert composed.as_argument("1.1") == {"version_base": "1.1"}  # Hydra says that it is gone
 
 
 def test_each_job_of_a_sweep_is_composed_by_itself(tmp_path):

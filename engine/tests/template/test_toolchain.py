@@ -51,13 +51,17 @@ def test_github_tests_every_python_with_the_pins_and_the_oldest_and_newest_versi
     assert last["env"]["VERSIONS"] == "${{ matrix.versions }}"
 
 
-def test_workflows_are_read_only_and_pin_actions_by_hash(repository, read):
+def test_workflows_are_read_only_but_to_publish_and_pin_actions_by_hash(repository, read):
     paths = sorted(repository.glob(".github/workflows/*.yml"))
     assert paths
     for path in paths:
         workflow = read(path)
+        jobs = workflow["jobs"].items()
         assert workflow["permissions"] == {"contents": "read"}
-        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        more = {name: job["permissions"] for name, job in jobs if "permissions" in job}
+        publishes = {"publish": {"id-token": "write"}}
+        assert more == (publishes if path.name == "release.yml" else {}), path.name
+        steps = [step for _, job in jobs for step in job["steps"]]
         uses = [step["uses"] for step in steps if "uses" in step]
         assert uses
         assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", each) for each in uses)
@@ -68,7 +72,8 @@ def test_workflows_are_read_only_and_pin_actions_by_hash(repository, read):
 def test_dependabot_follows_the_actions_and_the_image(repository, read):
     followed = {each["package-ecosystem"] for each in read(".github/dependabot.yml")["updates"]}
     image = {"docker"} if (repository / "Dockerfile").is_file() else set()
-    assert followed == {"github-actions", *image}
+    tools = {"pip"} if (repository / ".github/requirements").is_dir() else set()
+    assert followed == {"github-actions", *image, *tools}
 
 
 def test_every_declined_check_of_scientific_python_has_a_reason(repository, about):

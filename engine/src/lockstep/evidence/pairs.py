@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import project, stop_signals
+from lockstep.building import build
 from lockstep.errors import ReportedError, RunError, UserError
 from lockstep.evidence.fairness import Setting, refuse_other_runs
 from lockstep.evidence.runs import Side, is_finished
@@ -73,9 +73,7 @@ def _samples(config: DictConfig, placement: Placement) -> int:
     if steps is None or "_target_" not in (config.get("batch") or {}):
         return 0
     tensor_parallel = OmegaConf.select(config, "strategy.tensor_parallel", default=1)
-    batch = instantiate(config.batch).spread_over(
-        placement.devices, placement.nodes, tensor_parallel
-    )
+    batch = build(config.batch).spread_over(placement.devices, placement.nodes, tensor_parallel)
     samples: int = steps * batch.global_size
     return samples
 

@@ -55,6 +55,16 @@ class Source(NamedTuple):
     version_base: str | None
 
 
+def as_argument(version_base: str | None) -> dict[str, Any]:
+    """Return `version_base` as an argument for Hydra, which since 1.4 warns of it.
+
+    Later versions behave as 1.3, unless an earlier behavior is asked for, which they refuse.
+    """
+    if version_base in (None, "1.3") and not hydra.__version__.startswith("1.3."):
+        return {}
+    return {"version_base": version_base}
+
+
 class SweepStopped(BaseException):
     """A signal ended a job and so the sweep; not an `Exception`, which Hydra would store."""
 
@@ -222,7 +232,7 @@ def call(source: Source, words: list[str], job: Callable[[DictConfig], Any]) -> 
     # Hydra finds the folder, and names the job, by the file of the function.
     search_path_of_call[:] = _search_path(source)
     wrapped = functools.wraps(source.function)(task)
-    options: dict[str, Any] = {"version_base": source.version_base}
+    options = as_argument(source.version_base)
     decorate = hydra.main(source.config_path, source.config_name, **options)
     try:
         try:
@@ -399,6 +409,7 @@ def one_line(source: Source, error: Exception, words: list[str]) -> str:
     """Return what is wrong with a command line or a YAML file, in one line."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     if isinstance(error, OverrideParseException):
+        text = re.sub(r"^Error when parsing index: \d+, string: .*?\]\. ", "", text)  # Hydra 1.4
         quotes = """to set a text, quote it for Hydra and for the shell: 'NAME="TEXT"'"""
         return f"{error.override}: {text}; {quotes}"
     if isinstance(error, MissingConfigException):
@@ -548,7 +559,8 @@ def _composition(source: Source, words: tuple[str, ...]) -> dict[str, Any] | Non
     hydra_before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(_folder_of(source)), version_base=source.version_base):
+        options = as_argument(source.version_base)
+        with hydra.initialize_config_dir(str(_folder_of(source)), **options):
             config = hydra.compose(source.config_name, [*words])
     except (*COMPOSING, OSError):  # `pkg://`, or another mistake in the words
         return None

@@ -85,10 +85,13 @@ def _end_failed(run: Run, error: BaseException) -> int:
 
 def mistake_of_node(error: BaseException) -> BaseException:
     """Return what a class says of an argument that Hydra gave to it, by the setting's full name."""
-    cause = error.__cause__
-    if not isinstance(error, InstantiationException) or not isinstance(cause, UserError):
+    if isinstance(error, InstantiationException):
+        cause, text = error.__cause__, str(error)
+    else:  # Hydra 1.4 leaves an exception as it is, and adds a note
+        cause, text = error, "\n".join(getattr(error, "__notes__", ()))
+    if not isinstance(cause, UserError) or "full_key: " not in text:
         return error
-    node = str(error).rpartition("full_key: ")[2].strip()
+    node = text.rpartition("full_key: ")[2].strip()
     joint = "." if re.match(r"\w+=", str(cause)) else ": "
     return UserError(f"{node}{joint}{cause}")
 

@@ -115,7 +115,9 @@ def limit_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
     backend, could say another one.
     """
     if dist.get_backend(group) in ("nccl", "gloo"):  # torch warns of others
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        # The public function came with torch 2.14, where the private one warns.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timeout, group)
 
 
 def free_ports_at(address: str) -> None:

@@ -10,7 +10,6 @@ from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
@@ -55,7 +54,7 @@ def training_of(config: DictConfig, vocab_size: int) -> Training:
         model=model,
         example=(tokens, tokens),
         batch=build(config.batch),
-        optimizer=partial(instantiate(config.optim), lr=config.optim.lr),
+        optimizer=partial(build(config.optim), lr=config.optim.lr),
         precision=config.precision,
         strategy="fsdp2" if config.strategy.get("_target_") == FSDP2 else "ddp",
         settings={str(name): value for name, value in config.strategy.items()},

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lockstep.errors import UserError
+from lockstep.launch.composed import as_argument
 from lockstep.launch.targets import refuse_mistakes
 
 MISSING = "???"  # a value that a user, or another choice, must give
@@ -45,7 +46,7 @@ def assert_composes(folder: str | Path, *overrides: str, config_name: str = "tra
     words = [*overrides]
     if _has_experiment(Path(folder, f"{config_name}.yaml")):
         words += [] if any(word.startswith("experiment=") for word in words) else ["~experiment"]
-    with initialize_config_dir(str(Path(folder).resolve()), version_base="1.3"):
+    with initialize_config_dir(str(Path(folder).resolve()), **as_argument("1.3")):
         values = OmegaConf.to_container(compose(config_name, words))
     try:
         refuse_mistakes(_given(values), {"*": ("*",)})
