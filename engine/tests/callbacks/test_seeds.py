@@ -1,7 +1,10 @@
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from lockstep.callbacks.seeds import leaf_seed
+from lockstep.callbacks.seeds import MicroBatchSeeds, leaf_seed
 
 
 def test_seeds_of_steps_and_micro_batches_are_never_confused():
@@ -19,3 +22,21 @@ def test_no_step_formats_its_stack_for_a_device_that_is_missing(new_run, monkeyp
     assert not calls
     torch.manual_seed(0)
     assert calls  # if this fails, torch no longer needs our workaround
+
+
+def test_all_global_generators_begin_a_micro_batch_in_a_state_of_its_own(new_run):
+    drawn = []
+
+    def draw(self, batch, batch_idx):
+        numbers = (torch.rand(()).item(), np.random.rand(), random.random())  # noqa: NPY002
+        drawn.append(numbers)
+        return type(self).training_step(self, batch, batch_idx)
+
+    for _ in range(2):
+        run = new_run(max_steps=3)
+        run.module.training_step = draw.__get__(run.module)
+        run.fit(MicroBatchSeeds(1))
+        np.random.rand()  # noqa: NPY002
+        random.random()
+    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
+    assert len({number for numbers in drawn for number in numbers}) == 3 * len(drawn) // 2

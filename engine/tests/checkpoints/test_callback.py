@@ -277,6 +277,45 @@ def test_a_metric_that_nobody_logs_is_one_line_with_those_that_exist(new_run, tm
     assert steps_in(tmp_path) == [2, 4]
 
 
+def test_a_metric_of_training_is_known_at_a_validation_before_the_first_row(new_run, tmp_path):
+    """Also right after a resume: then it is the value that an undisturbed run has there."""
+    settings = {"monitor": "train/loss", "every": 1, "keep_last": 9}
+    whole = Checkpoints(tmp_path / "whole", **settings)
+    rows = {"val_every": 1, "max_steps": 4, "log_every": 3}
+    new_run(**rows).fit(whole)
+    assert [*whole.values] == [3, 4]  # the row of step 3 is the first, and the last step has one
+    resumed = Checkpoints(tmp_path / "resumed", **settings)
+    new_run(**{**rows, "max_steps": 5, "log_every": 9}).fit(
+        resumed, ckpt_path=tmp_path / "whole/step=000003.ckpt"
+    )
+    assert resumed.values[4] == whole.values[3]
+
+
+class Following(torch.optim.lr_scheduler.LinearLR):
+    """A warmup whose state has the scheduler that follows, as those of other libraries have."""
+
+    def __init__(self, optimizer):
+        self.following = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        super().__init__(optimizer)
+
+
+def test_a_state_that_cannot_be_read_again_is_refused_before_the_first_step(new_run, tmp_path):
+    run = new_run(max_steps=4)
+    optimizers = run.module.configure_optimizers
+    steps = []
+
+    def with_following():
+        made = optimizers()
+        return {**made, "lr_scheduler": {"scheduler": Following(made["optimizer"])}}
+
+    run.module.configure_optimizers = with_following
+    run.module.on_train_batch_end = lambda *_: steps.append(1)
+    line = "lr_schedulers.0.following, of the kind ConstantLR, which cannot be read again"
+    with pytest.raises(UserError, match=line):
+        run.fit(Checkpoints(tmp_path))
+    assert steps == []
+
+
 def test_values_of_another_metric_do_not_count(tmp_path):
     before = Checkpoints(tmp_path, monitor="val/score")
     before.values = {1: 2.0}

@@ -1,6 +1,8 @@
 """The state in memory: when it is kept, and what the receipt says."""
 
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lockstep.callbacks.stopping import GracefulStop
@@ -64,6 +66,18 @@ def test_a_system_without_shared_memory_says_so_only_if_asked(kept, directory, m
 def test_powersgd_has_no_state_in_memory(kept):
     line = kept("auto", TWO, loses_error=True).line
     assert line == "off: no state has powersgd's accumulated error"
+
+
+def test_a_state_in_memory_leaves_out_the_arguments_that_checkpoints_leave_out(new_run, directory):
+    """`save_hyperparameters` keeps functions, and numbers of NumPy."""
+    ours = Run(directory.path, {})
+    parts = [GracefulStop(), Checkpoints(ours), StateInMemory(ours, every=2)]
+    (disk,) = ours.plugins
+    run = new_run(max_steps=4)
+    run.module.save_hyperparameters({"act": torch.relu, "size": np.float32(2), "lr": 1})
+    run.fit(*parts, io=disk)
+    newest, *_ = states_in(identity_of(directory))
+    assert read_state(newest)["hyper_parameters"] == {"lr": 1}
 
 
 def test_the_state_of_a_step_knows_the_checkpoint_of_that_step(new_run, directory, caplog):

@@ -2,6 +2,7 @@ import csv
 import math
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 from lockstep.errors import RunError
 from lockstep.metrics.file import MetricsFile
@@ -132,3 +133,10 @@ def test_a_new_run_inherits_nothing_from_an_old_one(start, path):
 def test_no_other_file_is_written(start, path):
     start().log_metrics({"new": 1.0}, 1)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_code_that_uses_the_logger_s_experiment_gets_the_first_tracker_s_or_a_dummy(start, path):
+    file = start()
+    file.experiment.add_scalar("x", 1.0, 1)  # as with `logger=none`, and on ranks above 0
+    file.tracker = CSVLogger(path.parent / "tracker")
+    assert file.experiment is file.tracker.experiment

@@ -5,11 +5,13 @@ import sys
 import time
 
 import pytest
+import torch
 
 from lockstep.errors import UserError
 from lockstep.testing import assert_lockstep, scripts
 from lockstep.testing.assertion import check
 from lockstep.testing.experiment import FailedRunError
+from lockstep.testing.watching import plain
 
 SCRIPT = """
 import argparse
@@ -90,6 +92,28 @@ def test_a_failed_script_is_told_by_the_traceback_of_the_rank_that_failed(script
     assert first.startswith("the script on 2 ranks failed:")
     assert "ArithmeticError: planted on rank 1" in first
     assert any("raise ArithmeticError" in line for line in log)
+
+
+@pytest.mark.slow
+def test_copies_of_a_script_that_each_train_alone_are_not_compared(tmp_path):
+    """torchrun starts them if the Trainer says how many devices it uses."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        SCRIPT.replace("devices=options.devices", "devices=1").replace('strategy="ddp",', "")
+    )
+    with pytest.raises(FailedRunError) as failure:
+        assert_lockstep(str(path), [DEVICES], ranks=(1, 2))
+    told = f"{path} is to train on 2 ranks, and its Trainer trains on 1, so nothing would be"
+    assert str(failure.value).startswith(told)
+    assert failure.value.status == 2
+
+
+def test_an_object_in_a_scheduler_s_state_has_no_place_in_memory():
+    """A warmup's state has the scheduler that follows, which is another object in each run."""
+    following = [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0) for _ in range(2)]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(each) for each in following]
+    assert repr(schedulers[0]) != repr(schedulers[1])
+    assert plain(schedulers[0]) == plain(schedulers[1])
 
 
 def test_a_script_without_a_training_is_refused(tmp_path):

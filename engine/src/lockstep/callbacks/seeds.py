@@ -1,8 +1,10 @@
 """The random seed of a micro-batch: a function of the run's seed, the step, and its index."""
 
 import hashlib
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
 
@@ -12,9 +14,10 @@ from lockstep.loading.data_place import data_place
 class MicroBatchSeeds(Callback):
     """Makes dropout depend only on seed, step, and micro-batch, not on the rank.
 
-    It seeds torch before each `training_step`. So another number of ranks draws the same noise if
-    its micro-batches have the same size, as a `Batch` with a `micro_size` has. Ranks that split the
-    model also draw the same noise for their common residual stream.
+    It seeds the global generators of torch, NumPy, and Python before each `training_step`. So
+    another number of ranks draws the same noise if its micro-batches have the same size, as a
+    `Batch` with a `micro_size` has. Ranks that split the model also draw the same noise for their
+    common residual stream.
 
         >>> trainer = Trainer(callbacks=[lockstep.MicroBatchSeeds(seed=1337)])
 
@@ -28,9 +31,12 @@ class MicroBatchSeeds(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Seed this rank's device, and the host."""
+        """Seed this rank's device, and the host's generators."""
         leaf = leaf_of(trainer, batch_idx)
-        seed_device(leaf_seed(self.seed, trainer.global_step, leaf), pl_module.device)
+        seed = leaf_seed(self.seed, trainer.global_step, leaf)
+        seed_device(seed, pl_module.device)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (the generator that mixing of samples uses)
+        random.seed(seed)
 
 
 def leaf_of(trainer: Trainer, batch_idx: int) -> int:

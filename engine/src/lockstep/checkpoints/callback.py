@@ -16,9 +16,12 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lockstep.callbacks.step import StepCallback, ends_epoch
 from lockstep.checkpoints import reading as files
+from lockstep.checkpoints.content import refuse_unreadable
 from lockstep.checkpoints.finite_states import refuse_broken_state
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import UserError
+from lockstep.metrics.callback import Metrics
+from lockstep.metrics.mean import means_of
 from lockstep.patches.lightning import count_logged_steps, validation_follows
 from lockstep.ranks.ranks import from_rank_zero
 from lockstep.run.resuming import align_batch_progress
@@ -48,6 +51,22 @@ def _tell_repeated_samples(trainer: Trainer) -> None:
             done,
             type(stateless[0]).__name__,
         )
+
+
+def _will_log(trainer: Trainer) -> set[str]:
+    """Return the metrics that the next row has."""
+    if not any(isinstance(each, Metrics) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        return set()
+    means = means_of(trainer.lightning_module)
+    return {name for mean in means.values() for name in (mean.name, *mean.also)}
+
+
+def _refuse_unreadable_states(trainer: Trainer, folder: Path) -> None:
+    """Refuse schedulers and callbacks that no checkpoint can restore, before any step is lost."""
+    schedulers = [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]
+    callbacks = {each.state_key: each.state_dict() for each in trainer.callbacks}  # type: ignore[attr-defined]
+    states = {"lr_schedulers": schedulers, "callbacks": callbacks}
+    refuse_unreadable(states, f"checkpoints in {folder}")
 
 
 def _write_whole_files(trainer: Trainer) -> None:
@@ -102,6 +121,7 @@ class Checkpoints(StepCallback, Checkpoint):
     _others: list[Path] = field(default_factory=list, init=False)
     _measured_at: int = field(default=0, init=False)  # step of `newest_value`
     _last_saved: int = field(default=0, init=False)  # step; at first, where training starts
+    _logged: float | None = field(default=None, init=False)  # the metric when training stopped
     _waits: bool = field(default=False, init=False)  # whether a save is due
 
     def __post_init__(self) -> None:
@@ -143,6 +163,7 @@ class Checkpoints(StepCallback, Checkpoint):
             part.on_train_start(trainer, pl_module)
         super().on_train_start(trainer, pl_module)
         _tell_repeated_samples(trainer)
+        _refuse_unreadable_states(trainer, self.folder)
         self._last_saved = trainer.global_step
         restored = trainer.callback_metrics.get(self.monitor, math.nan)  # by `ValidateEvery`
         self.newest_value = float(restored)
@@ -235,8 +256,8 @@ class Checkpoints(StepCallback, Checkpoint):
         Raises:
             UserError: nobody has logged it, and the best are kept.
         """
-        value = trainer.callback_metrics.get(self.monitor)
-        if value is None and self.keep_best > 0:
+        value = trainer.callback_metrics.get(self.monitor, self._logged)
+        if value is None and self.keep_best > 0 and self.monitor not in _will_log(trainer):
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise UserError(
                 f"monitor={self.monitor} decides which checkpoints are the best, but only {logged} "
@@ -328,6 +349,9 @@ class Checkpoints(StepCallback, Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Add what every checkpoint has in addition to the training state."""
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        # After a resume, a validation may come before the next row.
+        value = trainer.callback_metrics.get(self.monitor, self._logged)
+        checkpoint["callbacks"][self.state_key]["logged"] = None if value is None else float(value)
         if self._run is not None:
             checkpoint["config"] = self._run.config
         for part in self._parts:
@@ -357,8 +381,10 @@ class Checkpoints(StepCallback, Checkpoint):
         present = from_rank_zero(self._present())
         values = state_dict["losses"]
         self.last_validated = state_dict["last_validated"]
+        self._logged = state_dict.get("logged")
         if state_dict["monitor"] != self.monitor:
             values = {}  # of another metric
+            self._logged = None
         if present is not None:
             steps = [*map(files.step_of, present)]
             values = {step: value for step, value in values.items() if step in steps}

@@ -14,6 +14,7 @@ from lockstep.callbacks.guards import without_comparison
 from lockstep.callbacks.step import StepCallback, ends_epoch, only
 from lockstep.callbacks.stopping import GracefulStop
 from lockstep.checkpoints.callback import Checkpoints
+from lockstep.checkpoints.content import plain
 from lockstep.checkpoints.finite_states import own_part, refuse_broken_state
 from lockstep.checkpoints.reading import step_of
 from lockstep.checkpoints.room import size_of
@@ -291,7 +292,8 @@ class StateInMemory(StepCallback, Checkpoint):
             return
         if module.device.type == "cuda":
             self.writer.copies.updated = addresses_of_updated(trainer, module)
-        self.writer.write(step, {**state, "weights": weights})
+        content, _ = plain({**state, "weights": weights})  # as in a checkpoint, which says so
+        self.writer.write(step, content)
         self.turns.note_state(time.perf_counter() - started)
 
     def on_train_end(self, *_arguments: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.loggers.step_rows import StepRows
@@ -25,6 +25,12 @@ class MetricsFile(StepRows, Logger):
         self.last: dict[str, str] = {}  # row
         self._end = 0  # byte where the last row begins
         self._is_open = False
+        self.tracker: Logger = DummyLogger()  # the first of the run, on rank 0
+
+    @property
+    def experiment(self) -> Any:
+        """The first tracker's, for code that uses `self.logger.experiment`; else a dummy."""
+        return self.tracker.experiment  # type: ignore[attr-defined]
 
     @property
     def name(self) -> str:

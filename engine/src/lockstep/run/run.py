@@ -253,6 +253,8 @@ class Run:
             return [self.metrics_csv]
         trackers = chosen_loggers(self.directory, nodes, self.config, facts)
         self._trackers = trackers
+        if trackers:
+            self.metrics_csv.tracker = trackers[0]
         return [self.metrics_csv, *trackers]
 
     def join(

@@ -175,7 +175,7 @@ def _in_noise(pair: Pair) -> Finding | None:
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True), 1):
         for name in sorted(_drawn(our) | _drawn(their)):
             before = our["before"].get(name) != their["before"].get(name)
-            if before or our["after"].get(name) != their["after"].get(name):
+            if our["after"].get(name) != their["after"].get(name):  # else the step has seeded it
                 when = "begins with" if before else "leaves"
                 return pair.finding(
                     f"random numbers: micro-batch {number} {when} another state of {name}'s "
@@ -194,8 +194,8 @@ def _remedy_of_noise(name: str) -> str:
             "call no manual_seed with the rank, and draw in training_step only"
         )
     return (
-        f"draw with torch in training_step, which MicroBatchSeeds seeds, instead of {name}; or in "
-        "the dataset, from the sample's index"
+        f"draw from {name}'s global generator in training_step only, and list MicroBatchSeeds, "
+        "which seeds it; or draw in the dataset, from the sample's index"
     )
 
 
@@ -372,7 +372,8 @@ def _in_weights(pair: Pair) -> Finding | None:
         when = "to begin with"
         cause = "initial weights by rank: random numbers without a seed, or of the rank"
         remedy = (
-            "make weights with torch's generator, which the run seeds, in the module's __init__"
+            "make weights with torch's generator in the module's __init__, and seed it before with "
+            "the same number on all ranks: torch.manual_seed(1)"
         )
     for step in pair.both:
         for rank, line in enumerate(step[1:], 1):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.exits import Exit
 from lockstep.launch.script import is_program
 from lockstep.ranks.address import LOOPBACK
 from lockstep.settings import counted
@@ -25,8 +26,10 @@ from lockstep.testing.experiment import LIMIT, RANKS, SECONDS_TO_END, FailedRunE
 from lockstep.testing.results import Results
 
 FOLDER = "LOCKSTEP_CHECK_FOLDER"  # the variable: the folder for what a run leaves
+ASKED = "LOCKSTEP_CHECK_RANKS"  # the variable: on how many ranks it is to train
 STEPS = "LOCKSTEP_CHECK_STEPS"  # the variable: after how many optimizer steps it stops
 OUTCOME = "outcome.pt"
+TRAINED_ON = "ranks"  # the file: on how many ranks a Trainer trains, if not as many as asked
 LOG = "the log"
 LOGS = "{logs}"  # in a word of the command: the folder for what ranks print
 TORCHRUN = (
@@ -106,7 +109,7 @@ class ScriptRuns:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                env=self._environment(folder),
+                env=self._environment(folder, ranks),
                 start_new_session=True,
             )
         try:
@@ -116,6 +119,7 @@ class ScriptRuns:
             raise FailedRunError(f"{late} and was stopped", 1) from None
         finally:
             _end(process)
+        self._refuse_other_ranks(folder, ranks)
         if process.returncode:
             raise failure_of(
                 f"the script on {counted(ranks, 'rank')}", _of_failed(folder) or output, process
@@ -139,10 +143,25 @@ class ScriptRuns:
     def refuse_inexact(self, name: str) -> None:
         """Refuse nothing: whether bits are equal, the comparison tells."""
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def _refuse_other_ranks(self, folder: Path, asked: int) -> None:
+        """Raise a `FailedRunError` if the script's Trainer ignored the number of ranks."""
+        path = folder / TRAINED_ON
+        if not path.is_file():
+            return
+        script = next((word for word in self._words if word.endswith(".py")), "the script")
+        raise FailedRunError(
+            f"{script} is to train on {counted(asked, 'rank')}, and its Trainer trains on "
+            f"{path.read_text(encoding='utf-8')}, so nothing would be compared; let its devices be "
+            f"an option, and give it here as in --devices={RANKS}, or let torchrun's variable "
+            "LOCAL_WORLD_SIZE set them",
+            Exit.MISTAKE,
+        )
+
+    def _environment(self, folder: Path, ranks: int) -> dict[str, str]:
         """Return the variables of a run; each rank has as many threads on any number of ranks."""
         paths = [str(self._imported), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         values = {"OMP_NUM_THREADS": "1", **os.environ, FOLDER: str(folder)}
+        values[ASKED] = str(ranks)
         values["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         if self._steps is not None:
             values[STEPS] = str(self._steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,43 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lockstep.exits import Exit
 from lockstep.testing.recording import Record
 from lockstep.testing.results import STEP, TIMED, flat
-from lockstep.testing.scripts import FOLDER, OUTCOME, STEPS
+from lockstep.testing.scripts import ASKED, FOLDER, OUTCOME, STEPS, TRAINED_ON
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def callbacks() -> list[Callback]:
     """Return what each Trainer of this process gets."""
     folder = os.environ[FOLDER]
     steps = os.environ.get(STEPS)
-    watching: list[Callback] = [Record(folder), Outcome(Path(folder))]
+    ranks = AskedRanks(int(os.environ[ASKED]), Path(folder))
+    watching: list[Callback] = [ranks, Record(folder), Outcome(Path(folder))]
     return [*watching, *([StopAfter(int(steps))] if steps else [])]
+
+
+class AskedRanks(Callback):
+    """Ends a process whose Trainer has another number of ranks than the check compares.
+
+    torchrun starts copies of a script whose Trainer says `devices=1`: each trains alone, and all
+    have the same bits.
+
+    Args:
+        asked: the number.
+        folder: for the file that says how many there are.
+    """
+
+    def __init__(self, asked: int, folder: Path) -> None:
+        self.asked = asked
+        self.folder = folder
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End it before it trains."""
+        if stage == "fit" and trainer.world_size != self.asked:
+            (self.folder / TRAINED_ON).write_text(str(trainer.world_size), encoding="utf-8")
+            raise SystemExit(Exit.MISTAKE)
 
 
 class StopAfter(Callback):
@@ -60,7 +87,7 @@ class Outcome(Callback):
             "optimizer_states": [strategy.optimizer_state(each) for each in trainer.optimizers],
             "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
         }
-        state = {name: _plain(value) for name, value in flat(content)}
+        state = {name: plain(value) for name, value in flat(content)}
         logged = {
             name: repr(value.item())
             for name, value in trainer.callback_metrics.items()
@@ -71,10 +98,12 @@ class Outcome(Callback):
             torch.save({"row": row, "state": state}, self.folder / OUTCOME)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a whole tensor on the host, or a plain value."""
     if isinstance(value, DTensor):  # of all ranks, which all call this
         value = value.full_tensor()
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return ADDRESS.sub("", repr(value))  # an object's place in memory is of no run
