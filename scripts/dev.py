@@ -78,6 +78,7 @@ FAST = ["-m", "not slow"]
 SECONDS = "test-seconds"  # the time of all tests, or all fast ones, when they last passed
 # Seconds of all processes, divided by the number of test functions, if they have never passed.
 PER_TEST = {"all": 0.3, "fast": 0.1}
+OTHERS = 60.0  # seconds that lint, types, and the first runs take
 LINT = {"lint": [["ruff", "check"], ["ruff", "format", "--check"]], "types": [["mypy"]]}
 FORMAT = (["-m", "ruff", "check", "--fix"], ["-m", "ruff", "format"])
 # Folders of tests; the second one is only in the repository of the template.
@@ -218,7 +219,9 @@ def check(environment: Environment, options: "list[str]") -> int:
     if is_whole:
         before = "lint, types and " if pinned else ""
         after = "; all tests: --all" if kind == "fast" else ""
-        say(f"{before}{kind} tests: about {_estimate(seconds, kind) / 60:.0f} minutes{after}")
+        minutes = max(1, round(_estimate(seconds, kind) / 60))
+        about = "a minute" if minutes == 1 else f"{minutes} minutes"
+        say(f"{before}{kind} tests: about {about}{after}")
     started = time.monotonic()
     status = run_checks(environment, checks)
     if is_whole and not status and environment.versions in SETS:  # not into a folder of the system
@@ -291,7 +294,7 @@ def _estimate(seconds: Path, kind: str) -> float:
     if seconds.is_file():
         return float(seconds.read_text())
     tests = sum(text.count("\ndef test_") for text in _texts().values())
-    return tests * PER_TEST[kind] * 2 / (os.cpu_count() or 1)
+    return OTHERS + tests * PER_TEST[kind] * 2 / (os.cpu_count() or 1)
 
 
 def _texts() -> "dict[Path, str]":

@@ -101,14 +101,16 @@ def weights_of_run(
 
 
 def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: str) -> None:
-    """Raise a `UserError` for the first setting that would change what the weights compute."""
+    """Raise a `UserError` that has all settings which would change what the weights compute."""
     ours = f"{type(model).__module__}.{type(model).__qualname__}"
     theirs = saved.get("_target_")
     if theirs != ours:
+        shape = " ".join(f"model.{name}={as_typed(saved[name])}" for name in SHAPE if name in saved)
         raise UserError(
             f"{where} has model._target_={theirs}, and here it is {ours}; choose a model of its "
-            "kind, such as model=gpt or model=modern"
+            f"kind, such as model=gpt or model=modern, with {shape}"
         )
+    wrong, remedies = [], []
     for name in SHAPE:
         if name not in saved or not hasattr(model, name):
             continue
@@ -118,7 +120,7 @@ def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: s
             saved_value = saved_value or saved["n_head"]
         is_used = name != "longest_ngram" or saved.get("ngram_rows")
         if is_used and saved_value != value:
-            raise UserError(
-                f"{where} has {name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}; "
-                f"set model.{name}={as_typed(saved_value)}"
-            )
+            wrong.append(f"{name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}")
+            remedies.append(f"model.{name}={as_typed(saved_value)}")
+    if wrong:
+        raise UserError(f"{where} has {'; '.join(wrong)}; set {' '.join(remedies)}")

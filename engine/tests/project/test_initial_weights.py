@@ -143,7 +143,13 @@ OTHERS = {
         {"kind": ModernGPT},
         "has model._target_=lockstep_gpt.gpt.GPT, and here it is "
         "lockstep_gpt.modern.ModernGPT; "
-        "choose a model of its kind, such as model=gpt or model=modern",
+        "choose a model of its kind, such as model=gpt or model=modern, with model.n_layer=2 "
+        "model.n_head=2 model.n_embd=16 model.bias=true",
+    ),
+    "two": (
+        {"n_head": 4, "n_embd": 32},
+        "has n_head=2, and model.n_head=4; n_embd=16, and model.n_embd=32; "
+        "set model.n_head=2 model.n_embd=16",
     ),
 }
 

@@ -218,7 +218,10 @@ def _recipe_of(source: Source) -> Recipe:
             f"{folder} is missing, and cannot be prepared again ({error}); {remedy}"
         ) from error
     if source.fingerprint != recipe.fingerprint:
-        raise UserError(f"{folder} is missing, and the corpus now gives other tokens; {remedy}")
+        raise UserError(
+            f"{folder} is missing, and the corpus's names, sizes, or times of files, or its "
+            f"tokenizer, have changed since it was prepared; {remedy}"
+        )
     return recipe
 
 
