@@ -143,7 +143,7 @@ OTHERS = {
         {"kind": ModernGPT},
         "has model._target_=lockstep_gpt.gpt.GPT, and here it is "
         "lockstep_gpt.modern.ModernGPT; "
-        "choose a model of its kind, such as model=gpt or model=modern, with model.n_layer=2 "
+        "choose a model of its kind, such as model=gpt or model=modern, with model.n_layer=1 "
         "model.n_head=2 model.n_embd=16 model.bias=true",
     ),
     "two": (

@@ -151,5 +151,5 @@ def test_settings_that_bare_0_1_0_lacked_are_not_its_tokens(text, change):
     folder = prepared_by_bare_0_1_0(text)
     frozen = load_index(folder).fingerprint
     folder.rename(folder.with_name("elsewhere"))
-    with pytest.raises(UserError, match="is missing, and the corpus.+ have changed"):
+    with pytest.raises(UserError, match=r"is missing, and the corpus.+ have changed"):
         prepare(replace(text, fingerprint=frozen, **change))
