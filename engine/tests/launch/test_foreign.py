@@ -183,7 +183,7 @@ def test_one_directory_has_all_of_a_run_and_a_test_after_training_leaves_its_rec
     assert program.read("r/checkpoints/step=000012.ckpt")["global_step"] == 12
 
 
-def test_what_no_checkpoint_can_be_read_with_is_refused_at_the_first_save(program):
+def test_what_no_checkpoint_can_be_read_with_is_refused_before_the_first_step(program):
     state = """
     def state_dict(self):
         return {"folder": pathlib.Path("."), "sizes": [1, 2]}
@@ -192,7 +192,7 @@ def test_what_no_checkpoint_can_be_read_with_is_refused_at_the_first_save(progra
     text = PROGRAM.replace(callback, callback + state)
     program.write("train.py", text)
     _, err = program.run("run_dir=r", "slow=1", "~callbacks.best", status=2)
-    assert "step=000004.ckpt would have callbacks.Slow.folder, of the kind PosixPath, which" in err
+    assert "checkpoints in r/checkpoints would have callbacks.Slow.folder, of the kind PosixPath, which" in err
 
 
 def test_it_says_that_data_without_a_state_begins_its_epoch_anew(program):
