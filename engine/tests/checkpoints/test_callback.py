@@ -416,3 +416,42 @@ def test_it_is_told_before_a_step_s_end_whether_a_validation_follows(new_run, tm
     checkpoints, validation = run.checkpoints(tmp_path), Losses(tmp_path, {})
     run.fit(Told(), validation, checkpoints)
     assert told == [*validation.seen] == [3, 6, 8]
+
+
+FSDP2 = {
+    "process_group_backend": None,
+    "timeout_seconds": 60,
+    "reshard_after_forward": True,
+    "param_dtype": "float32",
+    "reduce_dtype": "float32",
+    "save_parts": False,
+}
+
+
+class Average(Callback):
+    """Keeps an average of weights, which with FSDP2 are shards."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = {
+            name: weight.detach().clone() for name, weight in pl_module.named_parameters()
+        }
+
+    def state_dict(self):
+        return {"average": self.average}
+
+
+def test_shards_in_a_callback_s_state_are_refused_before_the_first_step(
+    on_ranks, new_run, tmp_path
+):
+    """A checkpoint would have only those of rank 0."""
+
+    def train(_rank):
+        run = new_run(max_steps=3)
+        os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        with pytest.raises(UserError) as refusal:
+            run.fit(Average(), Checkpoints(tmp_path), strategy=strategies.fsdp2(**FSDP2), devices=2)
+        return str(refusal.value)
+
+    for line in on_ranks(2, train):
+        assert "would have callbacks.Average.average.model." in line
+        assert "of which each rank has a shard; save whole tensors" in line

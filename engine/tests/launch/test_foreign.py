@@ -192,7 +192,8 @@ def test_what_no_checkpoint_can_be_read_with_is_refused_before_the_first_step(pr
     text = PROGRAM.replace(callback, callback + state)
     program.write("train.py", text)
     _, err = program.run("run_dir=r", "slow=1", "~callbacks.best", status=2)
-    assert "checkpoints in r/checkpoints would have callbacks.Slow.folder, of the kind PosixPath, which" in err
+    where = "checkpoints in r/checkpoints would have callbacks.Slow.folder"
+    assert f"{where}, of the kind PosixPath, which" in err
 
 
 def test_it_says_that_data_without_a_state_begins_its_epoch_anew(program):

@@ -250,6 +250,15 @@ def test_other_errors_in_a_yaml_file_name_it(recipe, text, capsys):
     assert line_of(capsys, *words).startswith("In 'experiment/mine': ")
 
 
+def test_an_experiment_whose_settings_would_be_below_its_own_name_is_refused(recipe, capsys):
+    file, words = recipe("")
+    file.write_text("defaults: [smoke]\nmodel:\n  n_embd: 64\n")
+    assert line_of(capsys, *words) == (
+        "experiment: a chosen file of this group has no line `# @package _global_`, so its "
+        "settings change nothing; begin the file with it"
+    )
+
+
 def test_a_run_that_continues_needs_a_name(capsys):
     assert line_of(capsys, "experiment=smoke", "resume=auto") == (
         "resume=auto needs run_dir=runs/NAME, the run to continue or to start; "

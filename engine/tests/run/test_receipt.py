@@ -4,6 +4,7 @@ import lightning
 import pytest
 import torch
 
+import lockstep
 from lockstep.batch import Batch
 from lockstep.run.receipt import facts_of, random_lines
 from lockstep.settings import counted
@@ -32,6 +33,12 @@ def test_one_rank_has_its_device_and_the_module_s_size():
         "precision": "bf16-mixed",
     }
     assert "module" not in facts_of(trainer_of())
+
+
+@pytest.mark.parametrize(("norm", "line"), [(None, "none"), (0.5, "gradients to a norm of 0.5")])
+def test_how_gradients_are_clipped_is_said(norm, line):
+    trainer = trainer_of(callbacks=[lockstep.ClipAndSkip(norm)])
+    assert facts_of(trainer, Own())["clipping"] == line
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,12 @@ def plain(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def refuse_unreadable(content: dict[str, Any], where: str) -> None:
     """Raise a `UserError` if the checkpoint `where` would have what can't be read again."""
+    shard = _shard(content.get("callbacks"), "callbacks")
+    if shard is not None:
+        raise UserError(
+            f"{where} would have {shard}, of which each rank has a shard; save whole tensors, "
+            "which value.full_tensor() returns if all ranks call it"
+        )
     fault = _unreadable(content, "")
     if fault is not None:
         raise UserError(
@@ -124,6 +130,21 @@ def _unreadable(value: Any, name: str) -> str | None:
         return f"{name}, of the kind {type(value).__name__}"
     faults = (_unreadable(child, f"{name}.{key}".strip(".")) for key, child in children)
     return next(filter(None, faults), None)
+
+
+def _shard(value: Any, name: str) -> str | None:
+    """Return which part of a value is a shard of a tensor; None if none is."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        return name
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list | tuple):
+        children = enumerate(value)
+    shards = (_shard(child, f"{name}.{key}") for key, child in children)
+    return next(filter(None, shards), None)
 
 
 def _can_be_read(value: Any) -> bool:

@@ -43,6 +43,7 @@ WITH_VALUE = (
 )
 search_path_of_call: list[str] = []  # what Hydra lists, too; see hydra_plugins
 # What composing may raise.
+WHOLE = "# @package _global_"  # in a file: its settings are not below its group's name
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError)
 
 
@@ -268,9 +269,12 @@ def refuse_misspelled(source: Source, words: list[str], values: dict[str, Any]) 
     content = main_file(source)
     if not content:
         return
-    known = {*content, *_groups_of(source)}
+    groups = _groups_of(source)
+    known = {*content, *groups}
     typed = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in words}
     for name in values:
+        if name in groups and name not in content:
+            _refuse_own_place(source, name)
         if name in known or name in typed:
             continue
         if "." in name:
@@ -278,6 +282,22 @@ def refuse_misspelled(source: Source, words: list[str], values: dict[str, Any]) 
         near = get_close_matches(name, known, n=1, cutoff=0.8)
         if near:
             raise UserError(f"unknown setting {name}; did you mean {near[0]}?")
+
+
+def _refuse_own_place(source: Source, group: str) -> None:
+    """Raise a `UserError` if a choice's settings are in a place that the program never reads.
+
+    Files of a group such as `experiment` change settings of others, and say so in their first line.
+    Without it, Hydra puts a file's settings below the group's name.
+    """
+    paths = [path for folder in folders_of(source) for path in (folder / group).glob("*.yaml")]
+    texts = [path.read_text("utf-8") for path in paths]
+    whole = [text for text in texts if WHOLE in text]
+    if whole and not any(re.search(rf"^{group}:", text, re.MULTILINE) for text in whole):
+        raise UserError(
+            f"{group}: a chosen file of this group has no line `{WHOLE}`, so its settings change "
+            "nothing; begin the file with it"
+        )
 
 
 def main_file(source: Source) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from lightning import Trainer
 from torch import nn
 
 from lockstep.batch import Batch
+from lockstep.callbacks.clipping import ClipAndSkip
 from lockstep.patches.lightning import synchronizes_batchnorm
 from lockstep.patches.torch import BatchNorm
 from lockstep.ranks.ranks import backend_here
@@ -33,6 +34,10 @@ def facts_of(trainer: Trainer, module: nn.Module | None = None) -> dict[str, str
     }
     if module is None:
         return facts
+    limits = [each.max_norm for each in trainer.callbacks if isinstance(each, ClipAndSkip)]  # type: ignore[attr-defined]
+    if limits:
+        norm = limits[0]
+        facts["clipping"] = "none" if norm is None else f"gradients to a norm of {norm:g}"
     size = sum(weight.numel() for weight in module.parameters())
     if synchronizes_batchnorm(trainer):
         facts["batchnorm"] = batchnorm_line(module)

@@ -283,7 +283,11 @@ class Check:
 def _of_log(found: Differences, other: Compared) -> Finding:
     """Return what it means that the log differs, and nothing that it was computed from."""
     cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
-    return metric_finding(*cell, other.killed, found.log)
+    finding = metric_finding(*cell, other.killed, found.log)
+    others = [name for name in found.columns if name not in (STEP, cell.column)]
+    if others:
+        finding = finding._replace(what=f"{finding.what}; {', '.join(others)} differ, too")
+    return finding
 
 
 NOT_AGAIN = (

@@ -58,6 +58,7 @@ class Differences(NamedTuple):
     states: list[str]  # of optimizers and schedulers
     sizes: tuple[int, int, int]  # of the first run: rows, weights, states
     log: str  # what the rows are of
+    columns: list[str]  # that differ in any row
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.weights or self.states)
@@ -133,7 +134,9 @@ def differences(
     states = [name for name in names if not name.startswith(WEIGHTS)]
     count = sum(name.startswith(WEIGHTS) for name in first.state)
     sizes = (len(first.rows), count, len(first.state) - count)
-    return Differences(len(rows), rows[0] if rows else [], weights, states, sizes, first.log)
+    columns = list(dict.fromkeys(cell.column for cells in rows for cell in cells))
+    cells = rows[0] if rows else []
+    return Differences(len(rows), cells, weights, states, sizes, first.log, columns)
 
 
 def _differing_rows(
