@@ -7,6 +7,7 @@ import lockstep
 import pytest
 import torch
 from lightning import Trainer
+from lockstep.errors import UserError
 from lockstep.tokens import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's hints
@@ -61,6 +62,13 @@ def trainer():
         num_sanity_val_steps=0,
         callbacks=[lockstep.ValidateEvery(STEPS), Logged()],
     )
+
+
+def test_a_vocabulary_of_another_size_than_the_data_s_is_refused(module):
+    with pytest.raises(UserError, match=r"^model.vocab_size=7 must be the data's 9; leave it out$"):
+        GPTModule(
+            partial(module.new_model, vocab_size=7), module.make_optimizer, module.schedule, 9
+        )
 
 
 def test_a_step_returns_a_loss_that_the_weights_can_follow(module):

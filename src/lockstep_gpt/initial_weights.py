@@ -81,7 +81,10 @@ def weights_of_run(
     settings = settled(content["config"]).get("model")
     if not isinstance(settings, dict):
         raise UserError(f"{where} has no model like ours; name a run of this program")
-    _refuse_other_shape(settings, model, where)
+    tokens = ""
+    if tokenizer is not None and not encode_alike(saved_tokenizer(checkpoint, content), tokenizer):
+        tokens = "data and tokenizer as in its config.yaml"
+    _refuse_other_shape(settings, model, where, tokens)
     saved = dict(content["state_dict"])
     context = int(settings["block_size"])
     longest = model.block_size
@@ -93,22 +96,30 @@ def weights_of_run(
                     f"{longest}; set model.block_size={context}"
                 )
             saved[name] = saved[name][:longest]
-    if tokenizer is not None and not encode_alike(saved_tokenizer(checkpoint, content), tokenizer):
-        raise UserError(
-            f"{where} has another tokenizer than the data; set data and tokenizer as in its config"
-        )
+    if tokens:
+        raise UserError(f"{where} has another tokenizer than the data; set {tokens}")
     return weights_for(model, saved, where), context
 
 
-def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: str) -> None:
-    """Raise a `UserError` that has all settings which would change what the weights compute."""
+def _refuse_other_shape(
+    saved: Mapping[str, Any], model: LanguageModel, where: str, more: str
+) -> None:
+    """Raise a `UserError` that has all settings which would change what the weights compute.
+
+    Args:
+        saved: the settings of the model whose weights these are.
+        model: that they are for.
+        where: begins the error.
+        more: what else must be set.
+    """
+    more = f", and {more}" if more else ""
     ours = f"{type(model).__module__}.{type(model).__qualname__}"
     theirs = saved.get("_target_")
     if theirs != ours:
         shape = " ".join(f"model.{name}={as_typed(saved[name])}" for name in SHAPE if name in saved)
         raise UserError(
             f"{where} has model._target_={theirs}, and here it is {ours}; choose a model of its "
-            f"kind, such as model=gpt or model=modern, with {shape}"
+            f"kind, such as model=gpt or model=modern, with {shape}{more}"
         )
     wrong, remedies = [], []
     for name in SHAPE:
@@ -123,4 +134,4 @@ def _refuse_other_shape(saved: Mapping[str, Any], model: LanguageModel, where: s
             wrong.append(f"{name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}")
             remedies.append(f"model.{name}={as_typed(saved_value)}")
     if wrong:
-        raise UserError(f"{where} has {'; '.join(wrong)}; set {' '.join(remedies)}")
+        raise UserError(f"{where} has {'; '.join(wrong)}; set {' '.join(remedies)}{more}")

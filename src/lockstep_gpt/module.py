@@ -7,6 +7,7 @@ import lockstep
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lockstep.functional import IGNORE, perplexity
+from lockstep.settings import check
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,6 +36,13 @@ class GPTModule(LightningModule):
         compiled: bool = False,
     ) -> None:
         super().__init__()
+        given = getattr(model, "keywords", {}).get("vocab_size", vocab_size)
+        check(
+            "model.vocab_size",
+            given,
+            given == vocab_size,
+            f"must be the data's {vocab_size}; leave it out",
+        )
         self.new_model = partial(model, vocab_size=vocab_size)
         self.model = self.new_model()
         self.make_optimizer = optimizer

@@ -285,9 +285,10 @@ def _of_log(found: Differences, other: Compared) -> Finding:
     cell = next((cell for cell in found.cells if cell.column != STEP), found.cells[0])
     finding = metric_finding(*cell, other.killed, found.log)
     others = [name for name in found.columns if name not in (STEP, cell.column)]
-    if others:
-        finding = finding._replace(what=f"{finding.what}; {', '.join(others)} differ, too")
-    return finding
+    if not others:
+        return finding
+    what = f"{finding.what}; {', '.join(others)} differ, too"
+    return Finding(finding.step, what, finding.cause, finding.remedy)
 
 
 NOT_AGAIN = (
