@@ -342,11 +342,12 @@ class Pair(Clock):
     def between(self, trainer: Any) -> None:
         """Run a burst of raw steps after each of the Trainer's bursts."""
         from lockstep.launch.rank import frozen_config
+        from lockstep.ranks.ranks import Ranks
         from lockstep.run.directory import RunDirectory
 
         if self.step is None:
             run = RunDirectory(Path(trainer.default_root_dir))
-            self.step = best(self.task, frozen_config(run))
+            self.step = best(self.task, frozen_config(run, Ranks.from_environment()))
             for _ in range(WARMUP):
                 self.step()
         done = len(self.seconds) - WARMUP

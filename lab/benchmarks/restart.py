@@ -150,7 +150,7 @@ class NotedRun:
 
     def _recovery(self, struck_at: float, end: float = math.inf) -> Recovery:
         notes = read_notes(self._file)
-        starts = (note.at for note in notes if note.at > struck_at and note.event == ">fit")
+        starts = (note.at for note in notes if note.at > struck_at and note.event == ">call")
         restarted_at = min(starts, default=math.inf)  # until then, old ranks may end a step
         before = max((note.step for note in notes if note.at < restarted_at), default=0)
         following = [note for note in notes if struck_at < note.at < end]
