@@ -70,7 +70,7 @@ def build(node: Any, **given: Any) -> Any:
         _refuse_unknown(place, values, accepted)
     _refuse_unknown_inside(place, values)
     _refuse_lacking_inside(place, values)
-    own = _own_arguments(values, place)
+    own = dict(partial_of(values, place).keywords)
     _refuse_no_function(place, own, accepted)
     for name in own.keys() & arguments.keys():
         setting = f"{place}.{name}".lstrip(".")
@@ -154,18 +154,24 @@ def imported(target: str, place: str = "") -> Any:
         raise UserError(f"{name}={target} can't be imported; correct it ({line})") from error
 
 
-def _own_arguments(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a node's own arguments, in which Hydra has built the nodes."""
+def partial_of(node: Mapping[str, Any], place: str = "") -> Any:
+    """Return the function that a node names, with the node's own arguments; nobody calls it yet.
+
+    Args:
+        node: of a configuration, resolved.
+        place: of the node, for errors.
+
+    Raises:
+        UserError: there is no such function, or a node in it can't be built.
+    """
     # It may build what the configuration names. Hydra still rejects what runs arbitrary code.
     allowed: dict[str, Any] = {}
     if "_execution_whitelist_" in inspect.signature(instantiate).parameters:
-        allowed["_execution_whitelist_"] = TARGETS.findall(json.dumps(values, default=str))
-    node = {name: value for name, value in values.items() if name != "_partial_"}
+        allowed["_execution_whitelist_"] = TARGETS.findall(json.dumps(node, default=str))
     try:
-        partial = instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
+        return instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
     except InstantiationException as error:
         raise _mistake(place, error) from error
-    return dict(partial.keywords)
 
 
 def _mistake(place: str, error: InstantiationException) -> Exception:

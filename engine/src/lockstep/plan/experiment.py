@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
-from lockstep.building import build
+from lockstep.building import build, partial_of
 from lockstep.errors import UserError
 from lockstep.plan.counting import Uninitialized
 from lockstep.plan.hardware import Hardware
@@ -49,12 +49,13 @@ def training_of(config: DictConfig, vocab_size: int) -> Training:
     """
     with torch.device("meta"), Uninitialized():  # type: ignore[no-untyped-call]
         model: nn.Module = build(config.model, vocab_size=vocab_size)
+    optim: Any = OmegaConf.to_container(config.optim, resolve=True)
     tokens = torch.empty(1, config.data.block_size, dtype=torch.int64, device="meta")
     return Training(
         model=model,
         example=(tokens, tokens),
         batch=build(config.batch),
-        optimizer=partial(build(config.optim), lr=config.optim.lr),
+        optimizer=partial(partial_of(optim, "optim"), lr=config.optim.lr),
         precision=config.precision,
         strategy="fsdp2" if config.strategy.get("_target_") == FSDP2 else "ddp",
         settings={str(name): value for name, value in config.strategy.items()},
