@@ -66,3 +66,38 @@ def test_an_update_follows_the_last_micro_batch_of_a_step_or_of_an_epoch():
     )
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(5), batch_size=1))
     assert module.updates == module.lightning == [False, True, False, True, True] * 2
+
+
+class Halving(Plain):
+    """Halves the rate every three steps; notes the rate of each update."""
+
+    def configure_optimizers(self):
+        self.rates = []
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        halving = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        config = {"scheduler": halving, "interval": "step", "frequency": 3}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_frequency_of_a_scheduler_counts_steps_with_any_accumulation(accumulation):
+    module = Halving()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=8,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulation,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Steps(), Steps()],
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(32, 1)))
+    assert module.rates == [1.0] * 3 + [0.5] * 3 + [0.25] * 2

@@ -220,7 +220,7 @@ def test_named_tokens_are_opened_without_their_corpus(corpus):
 
 def test_named_tokens_are_not_rebuilt_from_another_corpus(corpus):
     named = corpus(fingerprint="0" * 64)
-    with pytest.raises(UserError, match="text-00000000 is missing, and the corpus.s names"):
+    with pytest.raises(UserError, match=r"text-00000000 is missing, and the corpus.s names"):
         prepare(named)
     assert not Path(named.root).exists()
     folder = prepare(corpus())

@@ -8,6 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 from lockstep.errors import UserError
 
 Part = TypeVar("Part")
+COUNTED = "counts_steps"  # in what Lightning knows of a scheduler: its frequency is that of steps
 
 
 @runtime_checkable
@@ -50,6 +51,7 @@ class StepCallback(Callback, ABC):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where a new or resumed run starts."""
         self._seen = trainer.global_step
+        count_scheduler_steps(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
         """Detect the end of a step among micro-steps."""
@@ -60,6 +62,17 @@ class StepCallback(Callback, ABC):
     @abstractmethod
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Act after optimizer step `step`; the first one is 1."""
+
+
+def count_scheduler_steps(trainer: Trainer) -> None:
+    """Let `frequency` count optimizer steps, as Lightning documents it, once for each scheduler.
+
+    Lightning counts micro-batches, of which a step has others on another number of devices.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and COUNTED not in vars(config):
+            vars(config)[COUNTED] = True
+            config.frequency *= trainer.accumulate_grad_batches
 
 
 def only(kind: type[Part], trainer: Trainer, needed_by: Callback) -> Part:
