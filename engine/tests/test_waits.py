@@ -56,6 +56,7 @@ def test_no_step_between_logged_ones_waits_for_the_device(composed, monkeypatch,
         max_steps=100,
         global_step=0,
         optimizers=[optimizer],
+        lr_scheduler_configs=[],
         callbacks=[metrics, clip],
     )
     metrics._times = [0.0]
