@@ -31,6 +31,13 @@ def test_a_resumed_run_continues_with_the_next_step(new_run, tmp_path):
     assert [step for step, _ in steps.steps] == [4, 5]
 
 
+def fit(module, rows, **settings):
+    quiet = ("checkpointing", "progress_bar", "model_summary")
+    settings |= {f"enable_{name}": False for name in quiet}
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, **settings)
+    trainer.fit(module, torch.utils.data.DataLoader(rows))
+
+
 class Plain(lightning.LightningModule):
     """One weight; notes after which micro-batches an update follows, and what Lightning says."""
 
@@ -54,17 +61,7 @@ class Plain(lightning.LightningModule):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
 def test_an_update_follows_the_last_micro_batch_of_a_step_or_of_an_epoch():
     module = Plain()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(5), batch_size=1))
+    fit(module, torch.ones(5), max_epochs=2, accumulate_grad_batches=2)
     assert module.updates == module.lightning == [False, True, False, True, True] * 2
 
 
@@ -87,17 +84,6 @@ class Halving(Plain):
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_the_frequency_of_a_scheduler_counts_steps_with_any_accumulation(accumulation):
     module = Halving()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=8,
-        max_epochs=-1,
-        accumulate_grad_batches=accumulation,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Steps(), Steps()],
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(32, 1)))
+    settings = {"max_steps": 8, "max_epochs": -1, "callbacks": [Steps(), Steps()]}
+    fit(module, torch.ones(32, 1), accumulate_grad_batches=accumulation, **settings)
     assert module.rates == [1.0] * 3 + [0.5] * 3 + [0.25] * 2

@@ -256,8 +256,10 @@ class Checkpoints(StepCallback, Checkpoint):
         Raises:
             UserError: nobody has logged it, and the best are kept.
         """
-        value = trainer.callback_metrics.get(self.monitor, self._logged)
-        if value is None and self.keep_best > 0 and self.monitor not in _will_log(trainer):
+        value: Any = trainer.callback_metrics.get(self.monitor)
+        if value is None and self.monitor in _will_log(trainer):
+            value = self._logged  # until the first row; a metric that nobody logs is none
+        elif value is None and self.keep_best > 0:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise UserError(
                 f"monitor={self.monitor} decides which checkpoints are the best, but only {logged} "
