@@ -44,6 +44,19 @@ def test_the_arguments_of_a_kept_group_and_callbacks_are_decided():
         refuse_other_experiment("the run", VALUES, other, KEPT)
 
 
+def test_a_new_argument_with_its_default_leaves_a_run_as_it_was():
+    old = {**VALUES, "model": {"_target_": "torch.nn.Dropout", "inplace": False}}
+    new = {**old, "model": {**old["model"], "p": 0.5}}  # Dropout's default
+    refuse_other_experiment("the run", old, new, KEPT)
+    refuse_other_experiment("the run", new, old, KEPT)
+    new["model"]["p"] = 0.1
+    with pytest.raises(UserError, match=r"got model\.p=0\.1 instead of null"):
+        refuse_other_experiment("the run", old, new, KEPT)
+    new = {**VALUES, "model": {"_target_": "torch.nn.Dropout1d", "inplace": False, "p": 0.5}}
+    with pytest.raises(UserError, match=r"model\._target_=torch\.nn\.Dropout1d instead of"):
+        refuse_other_experiment("the run", old, new, KEPT)
+
+
 def test_a_checkpoint_of_a_run_names_how_to_continue_that_run(tmp_path):
     (tmp_path / "config.yaml").touch()
     where = f"resume={tmp_path}/checkpoints/step=000010.ckpt"

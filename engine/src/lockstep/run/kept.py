@@ -1,10 +1,12 @@
 """Settings that a run keeps: what makes it this experiment and not another one."""
 
+import inspect
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.building import imported
 from lockstep.errors import UserError
 from lockstep.run.directory import flat, settled, some_of
 from lockstep.settings import as_typed
@@ -14,6 +16,9 @@ def refuse_other_experiment(
     where: str, saved: Mapping[str, Any], ours: Mapping[str, Any], kept: Collection[str]
 ) -> None:
     """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`.
+
+    An argument that only one of them lists is no difference if it has its default value: a new
+    setting of a class leaves old runs as they were.
 
     Args:
         where: what has the saved settings, as typed, such as `resume=PATH`.
@@ -26,7 +31,9 @@ def refuse_other_experiment(
     differing = [
         f"{name}={as_typed(mine.get(name))} instead of {as_typed(theirs.get(name))}"
         for name in {**theirs, **mine}
-        if theirs.get(name) != mine.get(name) and not _is_open(name, theirs, kept)
+        if theirs.get(name) != mine.get(name)
+        and not _is_open(name, theirs, kept)
+        and not _is_default(name, theirs, mine)
     ]
     if not differing:
         return
@@ -40,6 +47,18 @@ def refuse_other_experiment(
 def _is_open(name: str, saved: Mapping[str, Any], kept: Collection[str]) -> bool:
     """Return whether a setting was null, to be decided; the arguments of a kept group never are."""
     return name in kept and name in saved and saved[name] is None
+
+
+def _is_default(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    """Return whether only one of two configurations lists an argument, with its default value."""
+    group, _, argument = name.rpartition(".")
+    target = mine.get(f"{group}._target_")
+    if (name in theirs) == (name in mine) or target is None:
+        return False
+    if theirs.get(f"{group}._target_") != target:
+        return False
+    parameter = inspect.signature(imported(target, group)).parameters.get(argument)
+    return parameter is not None and parameter.default == {**theirs, **mine}[name]
 
 
 def _kept_settings(values: Mapping[str, Any], kept: Collection[str]) -> dict[str, Any]:
