@@ -226,7 +226,7 @@ def test_a_resumed_run_keeps_its_data(command, corpus):
     (prepared,) = (command.folder / "data").glob("text-*")
     shutil.rmtree(prepared)
     stderr = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
-    assert f"{prepared} is missing, and the corpus's names, sizes, or times" in stderr
+    assert f"{prepared} is missing, and the corpus or its tokenizer has changed" in stderr
     stderr = command.train(*words, "resume=run", "run_dir=new", "max_steps=30", status=2).stderr
     assert "is of a run on other tokens than" in stderr
 

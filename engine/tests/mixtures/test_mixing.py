@@ -71,7 +71,7 @@ def test_a_mixture_that_is_gone_is_not_replaced_by_other_tokens(corpora, tmp_pat
     assert prepare(frozen) == prepare(data)
     shutil.rmtree(prepare(data))
     (tmp_path / "prose").write_text("k l m n o p " * 500)
-    with pytest.raises(UserError, match=r"is missing, and the corpus.+ have changed"):
+    with pytest.raises(UserError, match=r"is missing, and the corpus.+ has changed"):
         prepare(frozen)
 
 

@@ -1,8 +1,9 @@
-"""Fingerprints are those of 0.1.0, so its prepared folders are found again."""
+"""A fingerprint is of names and contents: the same for each copy of a corpus, on any machine."""
 
+import hashlib
 import json
 import os
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import fsspec  # noqa: F401 (it reads `sys.version` when it is imported)
@@ -11,11 +12,10 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lockstep import configs
-from lockstep.errors import UserError
 from lockstep.tokens.prepare import prepare
-from lockstep.tokens.recipe import FORMER, _digest, recipe_of
-from lockstep.tokens.shards import INDEX, load_index
-from lockstep.tokens.sources.text import Text
+from lockstep.tokens.recipe import recipe_of
+from lockstep.tokens.sources import content
+from lockstep.tokens.sources.content import REMEMBERED, sums_of
 
 CONFIGS = Path(configs.__file__).parent
 FILES = {
@@ -26,130 +26,122 @@ FILES = {
     "a.bin": "\1\0\2\0",
     "a.py": "x = 1\n",
 }
-# What 0.1.0 computed for these files and settings.
-OF_0_1_0 = [
-    ("text", {"path": ""}, "2267f174e2a396d02c11bdc798eb1f7e2d51d6deebeff8fae787bb5febc49469"),
-    (
-        "text",
-        {
-            "path": "a.txt",
-            "documents": "line",
-            "shard_mb": 1,
-            "val_fraction": 0.1,
-            "tokenizer": "bpe",
-        },
-        "7418a8b1d57cd0f8b80d18c5787b6f1ebe93d22ddeeab774b42a0388a900e981",
-    ),
-    ("jsonl", {"path": ""}, "9d40ccb74ee599bdb7e8b131395cd8709a90e5dc25b132169e0ce9f435e21dcb"),
-    ("parquet", {"path": ""}, "16d947780904f93a04ed5cb4d0473a6b8f5fd5aa2161b97f0c3951f2ac2640d1"),
-    (
-        "shards",
-        {"path": "a.bin"},
-        "5909c864c0c1946ebeb63a027f6ffe7a8ac52003ab5c0a9341895644f0e8f852",
-    ),
+# Tokens that were prepared before are found again only if these stay as they are.
+KNOWN = [
     ("synthetic", {}, "38994fdf2150e934cab659274e9f70ecd622385f619bae88f418eb5f84c7d4ab"),
     (
         "huggingface",
         {"path": "someone/texts"},
         "65ebf8ac0c87b86b6cc08bd5e7edba806f7a0adb9de6a8a95bff6dfd8e2abb1a",
     ),
-    ("stdlib", {}, "20168ca4817f8ada4741cfe1e5fcae733b2f811dfd8c9d2e8aab0e8eeb7282ad"),
 ]
-# What it computed without its extra `sources`.
-BARE = [
-    ("text", {"path": ""}, "2c9e446095940ce417d110bcf8fcb2ef8aad6a444364194bd4245ee309f7e6b1"),
-    (
-        "text",
-        {"path": "a.txt", "val_fraction": 0.1},
-        "5947aff6f02a7d1249e7ed1215a97312f7434dc34ccd00ff6faeeebff7c886a0",
-    ),
-    ("stdlib", {}, "13b2423ecb0cdfa1377d37830c61c464ac23e8acdab63f440492d67371325993"),
+OF_FILES = [
+    ("text", {"path": ""}),
+    ("text", {"path": "a.txt", "documents": "line", "tokenizer": "bpe"}),
+    ("text", {"path": "a.txt", "val_path": "b"}),
+    ("jsonl", {"path": ""}),
+    ("parquet", {"path": ""}),
+    ("shards", {"path": "a.bin"}),
+    ("huggingface", {"path": ""}),
+    ("stdlib", {}),
 ]
 
 
-@pytest.fixture
-def source(tmp_path, monkeypatch):
-    """A function that returns a source on files that are the same everywhere."""
-    files = tmp_path / "files"
+def corpus_in(folder):
     for name, text in FILES.items():
-        path = files / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        os.utime(path, (1_700_000_000, 1_700_000_000))
-    monkeypatch.setattr("sysconfig.get_path", lambda _: str(files))
-    monkeypatch.setattr("sys.version", "3.11.0 (main)")
-
-    def make(name, settings):
-        settings = {"root": str(tmp_path / "data"), **settings}
-        if "path" in settings and name != "huggingface":
-            settings["path"] = str(files / settings["path"])
-        target = OmegaConf.load(CONFIGS / f"source/{name}.yaml")._target_
-        return get_class(target)(**settings)
-
-    return make
+    return folder
 
 
-@pytest.mark.parametrize(("name", "settings", "fingerprint"), OF_0_1_0)
-def test_fingerprints_are_those_of_0_1_0(source, name, settings, fingerprint):
-    assert recipe_of(source(name, settings)).fingerprint == fingerprint
+def source_of(name, settings, files, root):
+    places = {key: str(files / value) for key, value in settings.items() if "path" in key}
+    target = OmegaConf.load(CONFIGS / f"source/{name}.yaml")._target_
+    return get_class(target)(**{**settings, **places, "root": str(root)})
 
 
-@pytest.mark.parametrize(("name", "settings", "fingerprint"), BARE)
-def test_a_run_of_bare_0_1_0_names_tokens_that_are_recognized(source, name, settings, fingerprint):
-    recipe = recipe_of(source(name, {**settings, "fingerprint": fingerprint}))
-    assert recipe.fingerprint == fingerprint
+@pytest.mark.parametrize(("name", "settings", "fingerprint"), KNOWN)
+def test_fingerprints_stay_as_they_are(name, settings, fingerprint):
+    target = OmegaConf.load(CONFIGS / f"source/{name}.yaml")._target_
+    assert recipe_of(get_class(target)(**settings)).fingerprint == fingerprint
 
 
-def prepared_by_bare_0_1_0(config):
-    """Prepare a folder as 0.1.0 without `sources` would have, and return it."""
-    recipe = recipe_of(config)
-    folder = prepare(config)
-    values = json.loads((folder / INDEX).read_text())
-    values["settings"] = {name: recipe.settings[name] for name in FORMER}
-    values["fingerprints"]["settings"] = _digest(values["settings"])
-    former = replace(recipe, fingerprints=values["fingerprints"])
-    values["fingerprint"] = former.fingerprint
-    del values["sha256"]
-    (folder / INDEX).write_text(json.dumps(values))
-    return folder.rename(former.folder)
+@pytest.mark.parametrize(("name", "settings"), OF_FILES)
+def test_a_copy_on_another_machine_has_the_same_fingerprint(name, settings, tmp_path, monkeypatch):
+    fingerprints = []
+    for number in range(3):
+        files = corpus_in(tmp_path / str(number))
+        os.utime(files / "a.txt", (1_700_000_000 + number, 1_700_000_000 + number))
+        if number == 2:
+            for path in files.rglob("a.*"):
+                path.write_bytes(path.read_bytes()[::-1])
+        monkeypatch.setattr("sysconfig.get_path", lambda _, files=files: str(files))
+        source = source_of(name, settings, files, tmp_path / f"data-{number}")
+        fingerprints.append(recipe_of(source).fingerprint)
+    first, copy, other = fingerprints
+    assert first == copy != other
+
+
+def test_a_run_s_lost_tokens_are_prepared_again_from_a_copy_of_the_text(tmp_path):
+    settings = {"path": "a.txt", "val_fraction": 0.5}
+    here = source_of("text", settings, corpus_in(tmp_path / "here"), tmp_path / "data")
+    first = prepare(here)
+    fingerprint = recipe_of(here).fingerprint
+    tokens = (first / "train-00000.bin").read_bytes()
+    shutil.rmtree(tmp_path / "data")
+    there = source_of("text", settings, corpus_in(tmp_path / "there"), tmp_path / "data")
+    there.fingerprint = fingerprint
+    assert prepare(there) == first
+    assert (first / "train-00000.bin").read_bytes() == tokens
+
+
+def test_the_identity_is_names_and_sha256(tmp_path):
+    corpus_in(tmp_path / "files")
+    names = ["a.txt", "b/c.txt"]
+    expected = [[name, hashlib.sha256(FILES[name].encode()).hexdigest()] for name in names]
+    source = source_of("text", {"path": "**/*.txt"}, tmp_path / "files", tmp_path)
+    assert source.identity() == expected
 
 
 @pytest.fixture
-def text(tmp_path):
-    (tmp_path / "a.txt").write_text("some words " * 100)
-    return Text(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"), val_fraction=0.2)
+def remembered(tmp_path, monkeypatch):
+    """A file, the folder that remembers its sum, and a function that returns that sum anew."""
+    monkeypatch.setattr(content, "RECENT", -60.0)  # also remembers what has just changed
+    path = tmp_path / "a.txt"
+    path.write_text("some text")
+
+    def sum_again():
+        content._known.cache_clear()  # as in another process
+        return sums_of([str(path)], str(tmp_path))[0]
+
+    sum_again()
+    return path, tmp_path / REMEMBERED, sum_again
 
 
-def test_a_folder_of_bare_0_1_0_is_found_and_not_prepared_again(text):
-    folder = prepared_by_bare_0_1_0(text)
-    assert prepare(text) == folder
-    assert [path for path in Path(text.root).iterdir() if path.name[0] != "."] == [folder]
+def test_a_file_that_has_not_changed_is_not_read_again(remembered):
+    path, memory, sum_again = remembered
+    true = hashlib.sha256(b"some text").hexdigest()
+    assert sum_again() == true
+    memory.write_text(memory.read_text().replace(true, "remembered"))
+    assert sum_again() == "remembered"
+    times = path.stat()
+    path.write_text("some TEXT")  # as long
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert sum_again() == hashlib.sha256(b"some TEXT").hexdigest()
 
 
-def test_a_run_of_bare_0_1_0_opens_its_tokens_by_their_fingerprint(text):
-    folder = prepared_by_bare_0_1_0(text)
-    frozen = replace(text, fingerprint=load_index(folder).fingerprint)
-    Path(text.path).unlink()
-    assert prepare(frozen) == folder
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": [1, 2]}'])
+def test_a_damaged_memory_costs_only_time(remembered, text):
+    _, memory, sum_again = remembered
+    memory.write_text(text)
+    assert sum_again() == hashlib.sha256(b"some text").hexdigest()
+    assert json.loads(memory.read_text())
 
 
-def test_a_lost_folder_of_a_run_of_bare_0_1_0_is_prepared_again(text):
-    folder = prepared_by_bare_0_1_0(text)
-    tokens = (folder / "train-00000.bin").read_bytes()
-    frozen = replace(text, fingerprint=load_index(folder).fingerprint)
-    folder.rename(folder.with_name("elsewhere"))
-    assert prepare(frozen) == folder
-    assert (folder / "train-00000.bin").read_bytes() == tokens
-    assert load_index(folder).fingerprint == frozen.fingerprint
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"documents": "line"}, {"invalid_utf8": "skip"}, {"shard_mb": 1}, {"test_fraction": 0.2}],
-)
-def test_settings_that_bare_0_1_0_lacked_are_not_its_tokens(text, change):
-    folder = prepared_by_bare_0_1_0(text)
-    frozen = load_index(folder).fingerprint
-    folder.rename(folder.with_name("elsewhere"))
-    with pytest.raises(UserError, match=r"is missing, and the corpus.+ have changed"):
-        prepare(replace(text, fingerprint=frozen, **change))
+def test_what_has_just_changed_is_read_again(remembered, monkeypatch):
+    path, memory, sum_again = remembered
+    monkeypatch.setattr(content, "RECENT", 60.0)
+    memory.unlink()
+    sum_again()
+    assert str(path) not in memory.read_text()

@@ -219,8 +219,8 @@ def _recipe_of(source: Source) -> Recipe:
         ) from error
     if source.fingerprint != recipe.fingerprint:
         raise UserError(
-            f"{folder} is missing, and the corpus's names, sizes, or times of files, or its "
-            f"tokenizer, have changed since it was prepared; {remedy}"
+            f"{folder} is missing, and the corpus or its tokenizer has changed since it was "
+            f"prepared; {remedy}"
         )
     return recipe
 

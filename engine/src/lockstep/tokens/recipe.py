@@ -22,9 +22,6 @@ from lockstep.tokens.tokenizer import Tokenizer, token_dtype
 
 # Left out of the settings' digest: the tokenizer's identity replaces them.
 APART = {"tokenizer", "vocab_size", "tokenizer_mb"}
-# What 0.1.0 without its extra `sources` fingerprinted of its two sources; the rest was fixed.
-FORMER = ("source", "val_fraction")
-FIXED = {"shard_mb": 256, "invalid_utf8": "replace", "documents": "file"}
 
 
 @dataclass(frozen=True)
@@ -65,15 +62,7 @@ def recipe_of(source: Source) -> Recipe:
     settings = settings_of(source)
     parts = {"source": source.identity(), "tokenizer": source.tokenizer_identity()}
     digests = {name: _digest(part) for name, part in parts.items()}
-    recipe = Recipe(source, settings, {**digests, "settings": _digest(settings)})
-    former = _former_settings(settings)
-    if former is not None:
-        earlier = Recipe(source, settings, {**digests, "settings": _digest(former)})
-        if source.fingerprint == earlier.fingerprint:
-            return earlier
-        if source.fingerprint is None and not recipe.folder.is_dir() and earlier.folder.is_dir():
-            return earlier
-    return recipe
+    return Recipe(source, settings, {**digests, "settings": _digest(settings)})
 
 
 def settings_of(source: Source) -> dict[str, Any]:
@@ -86,15 +75,6 @@ def settings_of(source: Source) -> dict[str, Any]:
         if name not in APART and not is_unused:
             settings[name] = value
     return settings
-
-
-def _former_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the settings as 0.1.0 without `sources` had them; None if it had no such source."""
-    later = {name: value for name, value in settings.items() if name not in FORMER}
-    is_possible = settings["source"] in ("text", "stdlib")
-    if is_possible and later.items() <= FIXED.items():
-        return {name: settings[name] for name in FORMER}
-    return None
 
 
 def folder_of(source: Source) -> Path:

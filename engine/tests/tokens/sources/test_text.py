@@ -380,12 +380,12 @@ def test_an_empty_library_is_rejected_with_a_remedy(library, tmp_path):
         library().identity()
 
 
-def test_identity_of_the_library_changes_with_names_and_sizes_only(library):
+def test_identity_of_the_library_changes_with_names_and_content_only(library):
     before = library({"a.py": b"12"}).identity()
-    assert library({"a.py": b"34"}).identity() == before
-    longer = library({"a.py": b"123"}).identity()
-    assert longer != before
-    assert library({"a.py": b"12", "b.py": b""}).identity() not in (before, longer)
+    assert library({"a.py": b"12"}).identity() == before
+    other = library({"a.py": b"34"}).identity()
+    assert other != before
+    assert library({"a.py": b"12", "b.py": b""}).identity() not in (before, other)
 
 
 @pytest.mark.parametrize("test_fraction", [0.0, 0.2])

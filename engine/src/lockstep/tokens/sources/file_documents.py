@@ -88,7 +88,7 @@ class FileDocuments(Documents):
 
     def identity(self) -> Any:
         """Return the identity of the files."""
-        return identity_of(self.file_groups)
+        return identity_of(self.file_groups, self.root)
 
     def blocks(self, start: Position) -> Iterator[Block]:
         """Yield the documents, file by file; small ones come together."""

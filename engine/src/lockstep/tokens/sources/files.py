@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from lockstep.errors import UserError
 from lockstep.optional import library_command
 from lockstep.settings import counted
+from lockstep.tokens.sources.content import sums_of
 from lockstep.tokens.sources.source import is_utf8, reading
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,9 @@ class File(NamedTuple):
 
     name: str  # relative to the path that the user gave, so the corpus can move
     size: int
-    stamp: Any  # changes with the content, as far as the file system reports it
     path: str
     split: str | None = None  # None: its documents are divided
+    stamp: Any = None  # of a server's file: changes with the content, as far as it reports it
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,16 @@ class Files:
     place: Place | None = None  # where they were found
     left_out: dict[str, None] = field(default_factory=dict)  # names of those that are no texts
 
-    def identity(self) -> Any:
-        """Return names, sizes, and modification times, or what else a server reports of files."""
-        return [file[:3] for file in self.files]
+    def identity(self, root: str) -> Any:
+        """Return names and SHA-256; of a server's files names, sizes, and what else it reports.
+
+        Args:
+            root: the folder of prepared tokens, in which sums are remembered.
+        """
+        if self.open is not open:
+            return [[file.name, file.size, file.stamp] for file in self.files]
+        sums = sums_of([file.path for file in self.files], root)
+        return [[file.name, digest] for file, digest in zip(self.files, sums, strict=True)]
 
     def leaves_out(self, file: File, piece: bytes) -> bool:
         """Return whether a file that begins with a piece with NUL bytes is left out.
@@ -239,8 +247,8 @@ def find_files(
             left_out[name] = None
             continue
         if info["type"] == "file":
-            stamp = info.get("mtime") or sorted(map(str, info.items()))
-            files.append(File(name, info["size"] or 0, stamp, info["name"], split))
+            stamp = None if is_here else info.get("mtime") or sorted(map(str, info.items()))
+            files.append(File(name, info["size"] or 0, info["name"], split, stamp))
     opener = open if is_here else partial(_open_in, system)
     found = Files(files, opener, split, where, dict.fromkeys(sorted(left_out)))
     if not files:
@@ -328,11 +336,11 @@ def find_splits(
     return groups
 
 
-def identity_of(groups: list[Files]) -> Any:
+def identity_of(groups: list[Files], root: str) -> Any:
     """Return the identity of files; of those that are divided, without a list around it."""
     if len(groups) == 1:
-        return groups[0].identity()
-    return [[group.split, group.identity()] for group in groups]
+        return groups[0].identity(root)
+    return [[group.split, group.identity(root)] for group in groups]
 
 
 class LocalFiles:

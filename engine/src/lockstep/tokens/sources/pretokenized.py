@@ -176,7 +176,7 @@ class TokenFiles(Source):
 
     def identity(self) -> Any:
         """Return the identity of the files, by split."""
-        by_split = {group.split: group.identity() for group in self.file_groups}
+        by_split = {group.split: group.identity(self.root) for group in self.file_groups}
         identities = [by_split[None], by_split.get("val")]
         if "test" in by_split:
             identities.append(by_split["test"])

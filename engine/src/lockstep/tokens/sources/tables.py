@@ -153,7 +153,7 @@ class HuggingFaceRows(Documents):
         if not self.path:
             raise UserError("data.source.path is empty; set it to a name on the hub, or a folder")
         if self.folder.is_dir():
-            return find_files(str(self.folder)).identity()
+            return find_files(str(self.folder)).identity(self.root)
         return self.path
 
     @property

@@ -10,14 +10,13 @@ import json
 import logging
 import os
 import shlex
-import sys
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lockstep.errors import UserError
 from lockstep.settings import setting
@@ -187,10 +186,6 @@ class StandardLibrary(FileDocuments):
         """Whole files are held out."""
         return True
 
-    def identity(self) -> Any:
-        """Return Python's version, names, and sizes: a new container layer changes only times."""
-        return [sys.version.split()[0], *(file[:2] for file in self.files)]
-
 
 def files_below(
     folder: str, ending: str = "", left_out: Collection[str] = (), above: str = ""
@@ -204,4 +199,4 @@ def files_below(
             if entry.is_dir(follow_symlinks=False):
                 yield from files_below(entry.path, ending, left_out, f"{name}/")
             elif name.endswith(ending) and entry.is_file():
-                yield File(name, entry.stat().st_size, entry.stat().st_mtime, entry.path)
+                yield File(name, entry.stat().st_size, entry.path)
