@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from lockstep import schedule as tested
 from lockstep.batch import Batch
+from lockstep.building import build
 from lockstep.errors import UserError
 from lockstep.schedule import DECAYS, SCALINGS, Schedule, scaled_lr
 
@@ -56,9 +56,9 @@ WEAK = ("batch.global_size=null", "batch.micro_size=4")
 
 def schedule_of(config: DictConfig, devices: int) -> Schedule:
     """Return the rate of a run as `train.build` makes it."""
-    batch = instantiate(config.batch).spread_over(devices)
+    batch = build(config.batch).spread_over(devices)
     peak = scaled_lr(config.optim.lr, batch, config.lr_scaling)
-    plan: Schedule = instantiate(config.schedule, steps=config.max_steps, peak=peak)
+    plan: Schedule = build(config.schedule, steps=config.max_steps, peak=peak)
     return plan
 
 

@@ -16,11 +16,12 @@ from pathlib import Path, PurePath
 from measuring import ROOT
 
 WORD = "prepare"  # on the command line
+OF_HYDRA_1_3 = "antlr4-python3-runtime"  # later versions have no use for it
 # What training imports, and what these import.
 PACKAGES = (
     "hydra-core",
     "omegaconf",
-    "antlr4-python3-runtime",
+    OF_HYDRA_1_3,
     "lightning",
     "lightning-utilities",
     "torchmetrics",
@@ -49,6 +50,8 @@ def main(words: list[str]) -> int:
     if unknown:
         parser.error(f"--has {', '.join(sorted(unknown))}: there are {', '.join(PACKAGES)}")
     folder = ROOT / options.folder
+    if not distribution("hydra-core").version.startswith("1.3."):
+        present.add(OF_HYDRA_1_3)
     try:
         copied = [copy(name, folder) for name in PACKAGES if name not in present]
     except PackageNotFoundError as absent:

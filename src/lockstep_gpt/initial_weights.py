@@ -14,6 +14,7 @@ from lockstep.settings import as_typed
 from lockstep.tokens import Tokenizer, encode_alike, saved_tokenizer
 from torch import Tensor
 
+from lockstep_gpt import CONFIGS
 from lockstep_gpt.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -78,12 +79,17 @@ def weights_of_run(
         UserError: the run's shape or tokenizer differs.
     """
     checkpoint, content = with_newest(path, lambda path: (path, read_checkpoint(path)))
-    settings = settled(content["config"]).get("model")
+    config = settled(content["config"])
+    settings = config.get("model")
     if not isinstance(settings, dict):
         raise UserError(f"{where} has no model like ours; name a run of this program")
     tokens = ""
-    if tokenizer is not None and not encode_alike(saved_tokenizer(checkpoint, content), tokenizer):
-        tokens = "data and tokenizer as in its config.yaml"
+    if tokenizer is not None:
+        theirs = saved_tokenizer(checkpoint, content)
+        if not encode_alike(theirs, tokenizer):
+            tokens = "data and tokenizer as in its config.yaml"
+            if None not in (theirs.end_of_text, tokenizer.end_of_text):  # of texts
+                tokens = _choice_of_tokenizer(content, config) or tokens
     _refuse_other_shape(settings, model, where, tokens)
     saved = dict(content["state_dict"])
     context = int(settings["block_size"])
@@ -101,6 +107,20 @@ def weights_of_run(
     return weights_for(model, saved, where), context
 
 
+def _choice_of_tokenizer(content: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return what chooses the tokenizer of a run; None: it was learned, and its tokens are away."""
+    name = str(config.get("tokenizer", "bpe"))
+    if name.partition(".")[0] not in ("bpe", __package__):
+        return f"tokenizer={name}"
+    root = Path(config.get("data", {}).get("root", "data"))
+    for state in content.values():
+        fingerprint = state.get("fingerprint") if isinstance(state, dict) else None
+        for folder in root.glob(f"*-{str(fingerprint)[:8]}"):  # with its tokens
+            if (folder / "tokenizer.json").is_file():
+                return f"tokenizer={folder}"
+    return None
+
+
 def _refuse_other_shape(
     saved: Mapping[str, Any], model: LanguageModel, where: str, more: str
 ) -> None:
@@ -112,14 +132,18 @@ def _refuse_other_shape(
         where: begins the error.
         more: what else must be set.
     """
-    more = f", and {more}" if more else ""
+    more = f" {more}" if "=" in more else f", and {more}" if more else ""
     ours = f"{type(model).__module__}.{type(model).__qualname__}"
     theirs = saved.get("_target_")
     if theirs != ours:
         shape = " ".join(f"model.{name}={as_typed(saved[name])}" for name in SHAPE if name in saved)
+        choice = f"model._target_={theirs}"
+        module = str(theirs).split(".")[-2:-1]
+        if module and (CONFIGS / f"model/{module[0]}.yaml").is_file():  # as gpt.yaml for gpt.py
+            choice = f"model={module[0]}"
         raise UserError(
-            f"{where} has model._target_={theirs}, and here it is {ours}; choose a model of its "
-            f"kind, such as model=gpt or model=modern, with {shape}{more}"
+            f"{where} has model._target_={theirs}, and here it is {ours}; set {choice} "
+            f"{shape}{more}"
         )
     wrong, remedies = [], []
     for name in SHAPE:

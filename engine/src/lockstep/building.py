@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -167,22 +168,39 @@ def partial_of(node: Mapping[str, Any], place: str = "") -> Any:
     # It may build what the configuration names. Hydra still rejects what runs arbitrary code.
     allowed: dict[str, Any] = {}
     if "_execution_whitelist_" in inspect.signature(instantiate).parameters:
-        allowed["_execution_whitelist_"] = TARGETS.findall(json.dumps(node, default=str))
+        allowed["_execution_whitelist_"] = _names_of_targets(node)
     try:
         return instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
     except InstantiationException as error:
         raise _mistake(place, error) from error
+    except UserError as mistake:  # of an inner node: Hydra 1.4 adds its place as a note
+        raise _of_node(_inner_place(place, *getattr(mistake, "__notes__", ())), mistake) from None
+
+
+def _names_of_targets(node: Mapping[str, Any]) -> list[str]:
+    """Return the names of all targets in a node, and where those are defined: Hydra checks both."""
+    names = TARGETS.findall(json.dumps(node, default=str))
+    for name in [*names]:
+        with contextlib.suppress(UserError):  # which Hydra tells
+            target = imported(name)
+            names.append(f"{target.__module__}.{target.__qualname__}")
+    return names
 
 
 def _mistake(place: str, error: InstantiationException) -> Exception:
     """Return what is wrong with a node in one line; Hydra's own errors have it as their cause."""
     cause = error.__cause__
     if isinstance(cause, UserError):
-        inner = str(error).rpartition("full_key: ")[2].strip()
-        return _of_node(f"{place}.{inner}" if place and inner else place or inner, cause)
+        return _of_node(_inner_place(place, str(error)), cause)
     if cause is not None and not isinstance(cause, TypeError | ImportError):
         return error  # a traceback of the owner's code tells more
     return UserError(f"{place}: {' '.join(str(cause or error).split())}".lstrip(": "))
+
+
+def _inner_place(place: str, *texts: str) -> str:
+    """Return the place of a node in the one at `place`, which Hydra's texts name at their end."""
+    inner = "".join(texts).rpartition("full_key: ")[2].strip()
+    return f"{place}.{inner}" if place and inner else place or inner
 
 
 def _of_node(place: str, mistake: UserError, arguments: Collection[str] | None = None) -> UserError:

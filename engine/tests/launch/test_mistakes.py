@@ -152,6 +152,11 @@ def _line_of(capsys, *words):
 ODD_WORDS = {
     "run_dir=None": "run_dir=None is the text None; write run_dir=null for nothing",
     "run_name=None": "run_name=None is the text None; write run_name=null for nothing",
+    "--lr 1e-3": "--lr is not a flag, and settings have no dashes; write lr=1e-3",
+    "--max-steps=3": "--max-steps is not a flag, and settings have no dashes; write max_steps=3",
+    "--trainer --resolve": (
+        "--trainer is not a flag, and settings have no dashes; write trainer=VALUE"
+    ),
     "--experimental-rerun x": (
         "--experimental-rerun runs whatever a file contains; use run_dir=RUN resume=auto"
     ),

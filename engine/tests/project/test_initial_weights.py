@@ -143,7 +143,7 @@ OTHERS = {
         {"kind": ModernGPT},
         "has model._target_=lockstep_gpt.gpt.GPT, and here it is "
         "lockstep_gpt.modern.ModernGPT; "
-        "choose a model of its kind, such as model=gpt or model=modern, with model.n_layer=1 "
+        "set model=gpt model.n_layer=1 "
         "model.n_head=2 model.n_embd=16 model.bias=true",
     ),
     "two": (
@@ -161,6 +161,23 @@ def test_another_shape_is_refused_by_its_setting(saved_run, name):
     with pytest.raises(UserError) as refusal:
         begun(run, **changes)
     assert str(refusal.value) == f"init_from={run} {line}"
+
+
+@pytest.mark.slow
+def test_what_the_refusal_of_another_model_and_tokenizer_says_can_be_typed(command):
+    (command.folder / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (command.folder / "texts" / name).write_text(f"{name}: some words to learn from. " * 400)
+    alone = ("launch.inline=true", "data.root=data")
+    text = ("data=text", "data.source.path=texts", "data.source.val_fraction=0.3", "tokenizer=bpe")
+    command.train(*text, *alone, "data.source.vocab_size=270", "model=modern_nano", "run_dir=one")
+    begin = ("init_from=one", "run_dir=two", *alone)
+    refusal = command.train(*begin, status=2).stderr
+    words = refusal.rstrip().rpartition("; set ")[2].split()
+    assert words[0] == "model=modern"
+    assert words[-1].startswith("tokenizer=data/text-")
+    command.train(*begin, *words, "max_steps=5")
+    assert command.summary("two")["status"] == "done"
 
 
 N_GRAMS = {

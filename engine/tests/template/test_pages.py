@@ -225,7 +225,7 @@ def test_every_page_is_in_the_index(repository):
 
 
 ADDED = {  # page -> files that it adds, changes that it makes
-    "docs/own_model.md": (13, 2),
+    "docs/own_model.md": (12, 2),
     "docs/own_data.md": (4, 0),
     "engine/docs/tokens.md": (1, 0),
 }

@@ -97,6 +97,15 @@ def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, 
     assert learnt == [train[:MIB].decode()]
 
 
+def test_a_folder_of_tokens_has_the_tokenizer_that_it_learned(corpus, tmp_path):
+    folder = prepare(corpus(tokenizer="bpe", vocab_size=300))
+    again = prepare(corpus(tokenizer=str(folder), root=str(tmp_path / "again")))
+    assert (again / "train-00000.bin").read_bytes() == (folder / "train-00000.bin").read_bytes()
+    bytes_only = prepare(corpus(tokenizer="bytes"))
+    with pytest.raises(UserError, match="is a folder without a tokenizer"):
+        prepare(corpus(tokenizer=str(bytes_only)))
+
+
 def test_files_stay_below_the_limit_and_contain_the_same_tokens(corpus):
     small, large = prepare(corpus(shard_mb=1)), prepare(corpus())
     assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB

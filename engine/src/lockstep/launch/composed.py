@@ -41,6 +41,12 @@ WITH_VALUE = (
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
     *("-cd", "--config-dir", "--experimental-rerun"),
 )
+# Those and the others of Hydra, which takes a part of a name for the whole.
+FLAGS = (
+    *(flag for flag in WITH_VALUE if flag.startswith("--")),
+    *("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun"),
+    *("--shell-completion", "--info"),
+)
 search_path_of_call: list[str] = []  # what Hydra lists, too; see hydra_plugins
 # What composing may raise.
 WHOLE = "# @package _global_"  # in a file: its settings are not below its group's name
@@ -152,8 +158,16 @@ def for_hydra(words: list[str]) -> list[str]:
 
 def refuse_odd_words(words: list[str]) -> None:
     """Raise a `UserError` for words that Hydra or a file would take for something else."""
-    for word in words:
-        name, _, value = word.partition("=")
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if re.match(r"--\w", name) and not any(flag.startswith(name) for flag in FLAGS):
+            if not equals and "=" not in after and not after.startswith("-"):
+                value = after
+            setting = name[2:].replace("-", "_")
+            raise UserError(
+                f"{name} is not a flag, and settings have no dashes; write "
+                f"{setting}={value or 'VALUE'}"
+            )
         if word == "--experimental-rerun":
             raise UserError(
                 "--experimental-rerun runs whatever a file contains; use run_dir=RUN resume=auto"

@@ -18,7 +18,9 @@ from lockstep.tokens import shards
 from lockstep.tokens.shards import Index, SplitWriter
 from lockstep.tokens.sources.file_documents import ENDS
 from lockstep.tokens.sources.source import SPLITS, Source
-from lockstep.tokens.tokenizer import Tokenizer, token_dtype
+from lockstep.tokens.tokenizer import BytePairTokenizer, Tokenizer, token_dtype
+from lockstep.tokens.tokenizer_files import FORMS
+from lockstep.whole_files import replace_text
 
 # Left out of the settings' digest: the tokenizer's identity replaces them.
 APART = {"tokenizer", "vocab_size", "tokenizer_mb"}
@@ -88,15 +90,21 @@ def _digest(values: Any) -> str:
 
 
 def create_folder(recipe: Recipe, folder: Path) -> Index:
-    """Create the folder, if it doesn't exist, and return its index, still without tokens."""
+    """Create the folder, if it doesn't exist, and return its index, still without tokens.
+
+    A tokenizer of the library `tokenizers` has a file of its own: `tokenizer=FOLDER` names it.
+    """
     folder.mkdir(exist_ok=True)
     source = recipe.source
+    tokenizer = recipe.tokenizer.to_dict()
+    if tokenizer["kind"] == BytePairTokenizer.kind:
+        replace_text(folder / FORMS[0][0], tokenizer["json"])
     settings = {**recipe.settings, "held_out": source.held_out}
     named = {split: name for split in SPLITS[1:] if (name := setting_of(source, split))}
     return Index(
         format=shards.FORMAT,
         dtype=token_dtype(recipe.tokenizer.vocab_size).newbyteorder("<").str,
-        tokenizer=recipe.tokenizer.to_dict(),
+        tokenizer=tokenizer,
         fingerprint=recipe.fingerprint,
         fingerprints=recipe.fingerprints,
         settings={**settings, "named": named} if named else settings,

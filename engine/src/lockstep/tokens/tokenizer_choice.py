@@ -59,8 +59,8 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
         if learned < vocab_size:
             logger.warning(
                 "data.source.vocab_size=%d is more than this corpus gives: no pair of tokens is "
-                "left to join after %d, so the model's vocabulary is %d; add text, or raise "
-                "data.source.tokenizer_mb",
+                "left to join after %d, so the model's vocabulary is %d; add text, or, if the "
+                "corpus has more MiB than data.source.tokenizer_mb, raise that",
                 *(vocab_size, learned, learned),
             )
     else:
