@@ -12,6 +12,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lockstep import configs
+from lockstep.errors import UserError
 from lockstep.tokens.prepare import prepare
 from lockstep.tokens.recipe import recipe_of
 from lockstep.tokens.sources import content
@@ -102,6 +103,14 @@ def test_the_identity_is_names_and_sha256(tmp_path):
     expected = [[name, hashlib.sha256(FILES[name].encode()).hexdigest()] for name in names]
     source = source_of("text", {"path": "**/*.txt"}, tmp_path / "files", tmp_path)
     assert source.identity() == expected
+
+
+def test_a_file_that_cannot_be_read_ends_the_reading_of_others(tmp_path):
+    with (tmp_path / "endless").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder cannot be read: Is a directory"):
+        sums_of([str(tmp_path / "endless"), str(tmp_path / "folder")], str(tmp_path))
 
 
 @pytest.fixture

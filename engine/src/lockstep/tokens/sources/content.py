@@ -12,9 +12,10 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from tqdm import tqdm
@@ -50,23 +51,35 @@ def sums_of(paths: Sequence[str], root: str) -> list[str]:
         if known.get(place, ([], ""))[0] != mark
     ]
     sums = {place: known[place][1] for place in places if place in known}
-    total = sum(marks[number][1] for number in changed)
-    with (
-        tqdm(
-            desc="comparing", total=total, unit="B", unit_scale=True, disable=None, delay=QUIET
-        ) as bar,
-        ThreadPoolExecutor(os.cpu_count()) as threads,
-    ):
-        found = threads.map(lambda number: _sum(paths[number], bar), changed)
-        for number, digest in zip(changed, found, strict=True):
-            sums[places[number]] = digest
-            _, _, *times = marks[number]
-            known.pop(places[number], None)
-            if max(times) < (time.time() - RECENT) * 1e9:
-                known[places[number]] = (marks[number], digest)
+    read = _sums([paths[number] for number in changed], sum(marks[n][1] for n in changed))
+    for number, digest in zip(changed, read, strict=True):
+        place = places[number]
+        sums[place] = digest
+        known.pop(place, None)
+        _, _, *times = marks[number]
+        if max(times) < (time.time() - RECENT) * 1e9:
+            known[place] = (marks[number], digest)
     if changed:
         _remember(root)
     return [sums[place] for place in places]
+
+
+def _sums(paths: Sequence[str], total: int) -> list[str]:
+    """Read files, of `total` bytes, in threads, until all are read or one can't be."""
+    ended = Event()
+    threads = ThreadPoolExecutor(os.cpu_count())
+    with tqdm(
+        desc="comparing", total=total, unit="B", unit_scale=True, disable=None, delay=QUIET
+    ) as bar:
+        try:
+            futures = [threads.submit(_sum, path, bar, ended) for path in paths]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # raises its exception
+            return [future.result() for future in futures]
+        finally:  # also after a signal
+            ended.set()
+            threads.shutdown(cancel_futures=True)
 
 
 def _mark(path: str) -> Mark:
@@ -75,10 +88,10 @@ def _mark(path: str) -> Mark:
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def _sum(path: str, bar: tqdm[Any]) -> str:
+def _sum(path: str, bar: tqdm[Any], ended: Event) -> str:
     digest = hashlib.sha256()
     with reading(path), Path(path).open("rb") as file:
-        while piece := file.read(PIECE):
+        while not ended.is_set() and (piece := file.read(PIECE)):
             digest.update(piece)
             bar.update(len(piece))
     return digest.hexdigest()
