@@ -183,7 +183,7 @@ def _names_of_targets(node: Mapping[str, Any]) -> list[str]:
     for name in [*names]:
         with contextlib.suppress(UserError):  # which Hydra tells
             target = imported(name)
-            names.append(f"{target.__module__}.{target.__qualname__}")
+            names.append(f"{target.__module__}.{getattr(target, '__qualname__', '')}")
     return names
 
 
