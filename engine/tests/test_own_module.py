@@ -57,6 +57,12 @@ class Module(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
+class Scheduled(Module):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
 class Placed(Module):
     def configure_model(self):
         from lockstep.strategies.placing import place
@@ -265,6 +271,14 @@ def test_a_run_whose_experiment_says_nothing_of_the_gpt_is_resumed(train):
     train.command("train", "run_dir=run", "resume=auto", "max_steps=20")
     train("experiment=bare", "run_dir=whole")
     assert train.summary("run")["weights"]["20"] == train.summary("whole")["weights"]["20"]
+
+
+@pytest.mark.slow
+def test_verify_confirms_a_run_that_is_saved_where_an_epoch_and_its_schedule_end(train):
+    target = "module._target_=mine.Scheduled"
+    train(target, "checkpoint.every=10", "checkpoint.keep_last=9", "max_steps=25", "run_dir=run")
+    printed = train.command("verify", "run").stdout
+    assert "saved states         3 of 3 equal" in printed
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ class Tokens(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse to train on with other tokens, or in another order than so far."""
         is_training = self.trainer is not None and self.trainer.training
+        if is_training:
+            self.prepared.refuse_other(state_dict, self.force)
         if is_training and not self.force:
-            self.prepared.refuse_other(state_dict)
             refuse_other_past(self.order, state_dict)

@@ -87,7 +87,7 @@ def weights_of_run(
     if tokenizer is not None:
         theirs = saved_tokenizer(checkpoint, content)
         if not encode_alike(theirs, tokenizer):
-            tokens = "data and tokenizer as in its config.yaml"
+            tokens = "data and tokenizer as in its config.yaml; for other data, prepare these first"
             if None not in (theirs.end_of_text, tokenizer.end_of_text):  # of texts
                 tokens = _choice_of_tokenizer(content, config) or tokens
     _refuse_other_shape(settings, model, where, tokens)

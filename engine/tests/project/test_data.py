@@ -291,6 +291,10 @@ def test_training_goes_on_with_the_same_tokens_only(folder, tmp_path):
         fit(other, 4, tmp_path / "run.ckpt")
     other.force = True
     fit(other, 4, tmp_path / "run.ckpt")
+    saved["Tokens"]["tokenizer"]["vocab_size"] = 999
+    torch.save(saved, tmp_path / "other.ckpt")
+    with pytest.raises(UserError, match="with another tokenizer than that of"):
+        fit(other, 4, tmp_path / "other.ckpt")
 
 
 def test_the_loader_s_state_continues_at_any_accumulation(folder, tmp_path):

@@ -13,7 +13,7 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from lockstep.callbacks.seeds import leaf_seed
-from lockstep.callbacks.step import StepCallback
+from lockstep.callbacks.step import StepCallback, ends_epoch
 from lockstep.checkpoints.reading import checkpoint_path
 from lockstep.evidence.replay import NAMES
 from lockstep.run.run import Run
@@ -33,6 +33,7 @@ class ReplayedSaves(StepCallback):
         self.directory = Run.current().directory
         self.saves = [*saves]
         self.end = end
+        self._waits = False  # for the end of an epoch, as `Checkpoints` does
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the names of the tensors, which the state of an optimizer has as numbers."""
@@ -48,7 +49,19 @@ class ReplayedSaves(StepCallback):
         if step == self.end:
             trainer.should_stop = True
         elif step in self.saves:
-            trainer.save_checkpoint(checkpoint_path(self.directory.checkpoints, step))
+            self._waits = ends_epoch(trainer)
+            if not self._waits:
+                self._save(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save the state in which the last epoch has ended, if the run did."""
+        if self._waits:
+            self._waits = False
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        step = trainer.global_step
+        trainer.save_checkpoint(checkpoint_path(self.directory.checkpoints, step))
 
 
 class RoundingNoise(Callback):

@@ -158,7 +158,7 @@ def for_hydra(words: list[str]) -> list[str]:
 
 def refuse_odd_words(words: list[str]) -> None:
     """Raise a `UserError` for words that Hydra or a file would take for something else."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if re.match(r"--\w", name) and not any(flag.startswith(name) for flag in FLAGS):
             if not equals and "=" not in after and not after.startswith("-"):

@@ -15,7 +15,7 @@ from lockstep.settings import check_whole
 from lockstep.tokens.prepare import Run, prepare_once
 from lockstep.tokens.shards import check_block_size, load_index
 from lockstep.tokens.sources.source import Source
-from lockstep.tokens.tokenizer_choice import from_dict
+from lockstep.tokens.tokenizer_choice import encode_alike, from_dict
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -147,9 +147,21 @@ class Prepared:
         """Return what checkpoints say of the tokens."""
         return {"tokenizer": self.tokenizer.to_dict(), "fingerprint": self.fingerprint}
 
-    def refuse_other(self, state: Mapping[str, Any]) -> None:
-        """Raise a `UserError` if a checkpoint is of a run on other tokens."""
-        if state["fingerprint"] != self.fingerprint:
+    def refuse_other(self, state: Mapping[str, Any], force: bool = False) -> None:
+        """Raise a `UserError` if a checkpoint is of a run on other tokens.
+
+        Args:
+            state: of the checkpoint.
+            force: let it have other tokens, but of the same tokenizer: other ids are other text.
+        """
+        if state["fingerprint"] == self.fingerprint:
+            return
+        if not encode_alike(from_dict(state["tokenizer"]), self.tokenizer):
+            raise UserError(
+                f"the checkpoint is of a run with another tokenizer than that of {self.folder}; "
+                "set tokenizer as that run did, or, if it was learned, to the folder of its tokens"
+            )
+        if not force:
             raise UserError(
                 f"the checkpoint is of a run on other tokens than {self.folder}; to train on them, "
                 f"set data.fingerprint={state['fingerprint']}, or resume_force=true"
