@@ -123,15 +123,18 @@ def test_a_script_without_a_training_is_refused(tmp_path):
         assert_lockstep(str(path), ranks=(1, 2))
 
 
-def test_a_script_that_does_not_end_is_ended_with_its_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("on_signal", ["SIG_DFL", "SIG_IGN"])  # as ranks that wait for others
+def test_a_script_that_does_not_end_is_ended_with_its_processes(tmp_path, monkeypatch, on_signal):
     path = tmp_path / "endless.py"
-    path.write_text("import time\ntime.sleep(600)\n")
+    ignoring = f"import signal, time\nsignal.signal(signal.SIGTERM, signal.{on_signal})\n"
+    path.write_text(f"{ignoring}time.sleep(600)\n")
     monkeypatch.setattr(scripts, "LIMIT", 6)
     began = time.monotonic()
     with pytest.raises(FailedRunError, match="had not ended after 6 s and was stopped"):
         assert_lockstep(str(path), ranks=(1, 2))
     assert time.monotonic() - began < 60
-    listing = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True)
+    command = ["ps", "-ww", "-eo", "args="]  # -ww: not cut to 80 columns
+    listing = subprocess.run(command, capture_output=True, text=True, check=True)
     assert str(path) not in listing.stdout
 
 

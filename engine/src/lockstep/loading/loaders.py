@@ -222,7 +222,8 @@ def train_loader(
         collate: makes a batch of samples.
         workers: processes that read ahead; 0: this one reads when it needs a batch. `thread`: a
             thread of this process reads ahead, for datasets that draw no random numbers and leave
-            Python's lock, as copies by NumPy do.
+            Python's lock, as copies by NumPy do. A process may, very rarely, hang when it starts
+            on Python 3.11.0 to 3.11.9 (https://github.com/python/cpython/issues/112275).
         endless: let the data have no epochs.
 
     Raises:

@@ -190,7 +190,7 @@ def processes_left(run: Path) -> int:
 
 def processes_of(run: Path) -> int:
     """Count the live processes whose command line names `run`."""
-    command = ["ps", "-eo", "stat=,args="]
+    command = ["ps", "-ww", "-eo", "stat=,args="]  # -ww: not cut to 80 columns
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line.split(maxsplit=1) for line in listing.splitlines()]
     return sum(state[0] != "Z" and str(run) in words for state, words in lines)

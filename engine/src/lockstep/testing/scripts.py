@@ -169,14 +169,31 @@ class ScriptRuns:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a command: a launcher ends its ranks, else their group is killed."""
+    """End what is left of a command: a launcher ends its ranks, else all of them are killed.
+
+    Ranks that wait for each other don't end, and torchrun gives each a group of its own.
+    """
+    started = [process.pid]
     if process.poll() is None:
+        started += _started_by(process.pid)
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_END)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for group in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     process.wait()
+
+
+def _started_by(parent: int) -> list[int]:
+    """Return the processes that one has started, and those that these have."""
+    command = ["ps", "-eo", "pid=,ppid="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pairs = [[int(word) for word in line.split()] for line in listing.splitlines()]
+    found = [parent]
+    for process in found:  # which grows
+        found += [child for child, its_parent in pairs if its_parent == process]
+    return found[1:]
 
 
 def _of_failed(folder: Path) -> Path | None:
